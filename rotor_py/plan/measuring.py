@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-# How much longer all passes through a model take than the first. A guess: it only sets a logged duration.
+# Ratio of the time of all passes through a model to that of the first. A guess, used only for a logged duration.
 _LONGER = 3.0
 
 
 @contextmanager
 def telling(settings: Settings, model: str) -> Iterator[Progress]:
-    """Yield a progress callback; log measuring `model`, as warnings where asked, which show without logging set up."""
+    """Yield a progress callback; log the measuring of `model`, at level WARNING if the user asked for it, else INFO."""
     given, created = settings.progress, time.monotonic()
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
     began: list[float] = []
@@ -79,8 +79,8 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
         return
     others = f" and {len(found) - 1} others" if len(found) > 1 else ""
     _log.warning(
-        f"every plan stores stage {found[0]!r}{others}: run a second time from the same state, it did something else "
-        "(a clock, a counter, or a generator that cannot be set back?)",
+        f"every plan stores stage {found[0]!r}{others}: a second run from the same state gave another result (because "
+        "of a clock, a counter, or a random generator that cannot be set back?)",
         extra=record_fields("not_reproducible", name=found[0], stages=len(found)),
     )
 
@@ -88,14 +88,14 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
     """Cut the model into stages and measure them on `value`. The plan has no sequence yet."""
     settings, core = model.settings, model.core
-    source = blank.renewed()  # an earlier plan may wait, or be used again if this one fails
+    source = blank.renewed()  # not shared with an earlier plan, which may be used again
     device = model.device_of(spec.input)
     if device.type == "cpu":
-        give_way()  # else a profiler that is on may be our own
+        give_way()  # stop our own profiler, so that an active one is the user's
         if prediction() is None and torch_compat.profiler_enabled():
             _log.warning(
-                "call measure(), or take a step, before a profiler starts: measuring takes PyTorch's for itself, so "
-                "what it has seen so far, and the rest of this step, is lost",
+                "call measure(), or take a step, before a profiler starts: measuring needs PyTorch's profiler, so its "
+                "records so far, and of the rest of this step, are lost",
                 extra=record_fields("profiler_lost"),
             )
 
@@ -128,12 +128,12 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
             elsewhere=ELSEWHERE in settings.keepers,
             closely=closely,
             stepped=stepped_parameters(core, settings.step_in_backward),
-            # A step of one of several processes shows nothing that the others would plan for, too.
+            # Several processes always count outputs as held: they could not agree on what a step of one shows.
             outputs_held=model.holds_outputs or not model.alone,
-            # Other devices work in parallel to Python, simulated ones too.
+            # Time nodes on a CPU only: on other devices, simulated or not, Python's time overlaps with kernels.
             as_node=single_stage_node if device.type == "cpu" and prediction() is None else None,
         )
-        # A strategy by hand is about stages, so no graph is compiled whole for it.
+        # A strategy by hand chooses stages, so it never needs a graph compiled as a whole.
         whole = None if settings.inductor is None or settings.by_hand is not None else room
         ways, sample = source.measure(value, device, options, whole)
     plain = ways[-1]

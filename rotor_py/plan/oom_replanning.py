@@ -1,6 +1,6 @@
 """Plan within smaller limits after an out-of-memory error, at most three times in a step.
 
-The failed allocation was only the first without room, so the necessary reduction is unknown: its bytes at least.
+The failed allocation was only the first that did not fit: a plan must shrink by at least as many bytes, maybe by more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _log = logging.getLogger("rotor_py")
 def guarded(plan: StepPlan) -> StepPlan:
     """Return the plan with the budget of steps on an `OOMRetryTape`, which cost more than those on a `Tape`.
 
-    Every stage is a node. And every plan keeps copies of the mutable buffers, not only where it recomputes, plus those
-    that undo the forward of one stage; copies of all buffers where the stages are not known yet.
+    Every stage is a node. Every plan keeps copies of mutable buffers, even without recompute, and copies that undo the
+    forward of one stage: copies of all buffers if the stages are not known yet.
     """
     budget, fixed = plan.budget, plan.budget.fixed
     copies = budget.snapshot_bytes + (undo_bytes(plan.functions) if plan.functions else fixed.buffers)
@@ -53,14 +53,14 @@ def forward_and_backward(budget: Budget) -> Budget:
 
 
 def rest_of_backward(budget: Budget, count: int) -> Budget:
-    """Return an upper bound: the budget of a backward that recomputes the first `count` stages from the input."""
-    # Their output's gradient counts from the beginning, and once more where the chain has it.
+    """Return the budget, an upper bound, of a backward that recomputes the first `count` stages from the input."""
+    # Count the gradient of their output from the beginning, although the chain counts it, too, when it is used.
     chain = budget.chain
     first, later = chain.stages[:count], chain.stages[count:]
     left = sum(stage.gradient for stage in later)
     held = chain.activation[-1] if chain.output_held else 0
     beside = chain.activation[count] + held + left
-    # A stage may free a gradient that a later one has left, and no stage of a chain frees what none has left.
+    # A stage with a negative `gradient` frees that of a later stage. If that one is cut off, the last stage leaves it.
     missing, lowest = 0, 0
     for stage in reversed(first):
         missing += stage.gradient
@@ -75,28 +75,28 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
 
 _NOT_AGAIN = "on_oom='replan' has not run this again"
 _TRIES = 3  # Retries of a step. The last one uses the plan that needs least.
-# Least share of a limit that is taken off. A guess: the failed request may have been only a few kilobytes. Too large
-# costs needless recompute.
+# Minimum share by which a retry lowers the limit. A guess: the failed request may have been only a few kilobytes. Too
+# large a share costs needless recompute.
 _SHARE = 1 / 8
 
 
 class Replanner:
-    """Smaller plans for a forward by `plan`, the `number`-th in flight, its backward, and later steps of this kind."""
+    """Make smaller plans for the `number`-th forward in flight by `plan`, its backward, and later steps."""
 
     def __init__(self, plan: StepPlan, model: TrainedModel, number: int = 1) -> None:
         self._plan = plan
         self._model = model
         self._number = number
         self._sequence = plan.followed
-        self._cut = plan.cut  # as this forward runs the stages: later ones may have others compiled
+        self._cut = plan.cut  # the variant that this forward runs: later ones may run another
         self._whole_step = plan.budget
         self._budget = forward_and_backward(plan.budget)
         self._tries = 0
-        self._final = False  # whether an error has its note
+        self._final = False  # whether an error has got its note
 
     @cached_property
     def _limit(self) -> int:
-        """Return the bytes that the sequence in use needs, or the smaller limit that the last one was made for."""
+        """Return the bytes that the sequence in use needs; after a retry, the limit of that retry."""
         return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps never ask
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
@@ -117,8 +117,8 @@ class Replanner:
         return sequence.of_forwards(self._number)[-1]
 
     @contextmanager
-    def telling_of_the_rest(self) -> Iterator[None]:
-        """Add a note to an out-of-memory error from outside of the stages: nothing was recomputed."""
+    def explaining_other_errors(self) -> Iterator[None]:
+        """Add a note to an out-of-memory error from outside of the stages, which no plan can avoid."""
         try:
             yield
         except RuntimeError as error:
@@ -127,12 +127,12 @@ class Replanner:
             raise
 
     def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
-        """Reduce the limit and log it; False if it cannot be reduced, or nothing could be recomputed."""
+        """Lower the limit, and log it; return False, with a note on `error`, if no retry is possible."""
         least, before, why = self._budget.least_bytes(), self._limit, inexact
         if why is None and before <= least:
             why = f"no plan needs less memory than the one in use, {exact_bytes(before)}"
         elif why is None and self._tries == _TRIES:
-            why = f"it has been {_TRIES} times in this step, the last time within {exact_bytes(before)}"
+            why = f"it has made {_TRIES} tries in this step, the last one within {exact_bytes(before)}"
         if why is not None:
             add_note(error, f"{_NOT_AGAIN}: {why}")
             self._final = True
@@ -140,17 +140,17 @@ class Replanner:
         self._tries += 1
         asked, allocated = asked_bytes(error), allocated_bytes(self._model.device_of(self._plan.input_spec))
         smaller = before - max(asked, int(before * _SHARE))
-        if allocated is not None:  # the error's traceback still keeps all tensors
+        if allocated is not None:  # still with all tensors of the step, which the error's traceback holds
             smaller = min(smaller, allocated)
         self._limit = least if self._tries == _TRIES else max(least, smaller)
         self._sequence = self._solve(self._budget, self._limit)
-        # If the plan has turned to stages of another kind since, it finds a sequence for them within the limit.
+        # If the plan has turned to another variant of the stages since, the next forward solves for that variant.
         self._plan.sequence = self._sequence if self._plan.cut is self._cut else None
         self._plan.reduced = self._model.settings.mem_limit, self._limit
         _log.warning(
             f"out of memory in the {doing} of {self._model.name}"
             f"{f', which asked for {format_bytes(asked)}' if asked else ''}: try {self._tries} of {_TRIES} recomputes "
-            f"it within {exact_bytes(self._limit)}, where it needed {exact_bytes(before)}",
+            f"it within {exact_bytes(self._limit)}, instead of {exact_bytes(before)}",
             extra=record_fields("out_of_memory", name=doing, limit=self._limit, needed=before, tries=self._tries),
         )
         return True

@@ -43,7 +43,7 @@ class Setting(Generic[T]):
     def __set__(self, instance: PlannedModel, value: T) -> None:
         settings = instance._planner.settings
         given: dict[str, Any] = {self._name: value}
-        replace(settings, **given)  # for its errors, before it is set
+        replace(settings, **given)  # raises if the value is invalid
         setattr(settings, self._name, value)
 
 
@@ -67,10 +67,10 @@ class PlannedModel(Transparent):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence in use. A sequence that is set is followed whatever memory it takes.
+        """The sequence in use. Steps follow a sequence that you set here, whatever memory it takes.
 
-        If forwards in flight follow different sequences, it is the first one's, and `beside` holds the others.
-        Several processes have to agree on a sequence, so after setting it there, the next forward solves again.
+        If forwards in flight follow different sequences, this is the first forward's, and its `beside` holds the
+        others'. With several processes, the next forward solves again, since all have to agree on a sequence.
 
         Setting it raises ValueError before anything has been measured.
         """
@@ -85,7 +85,7 @@ class PlannedModel(Transparent):
 
     @property
     def budget(self) -> Budget | None:
-        """The division of the limit."""
+        """The division of the limit into fixed memory and room for the chain."""
         return None if (plan := self._planner.plans.in_use) is None else plan.budget
 
     @property
@@ -122,7 +122,7 @@ class PlannedModel(Transparent):
 
     @property
     def functions(self) -> list[nn.Module]:
-        """The stages."""
+        """The stages, as modules."""
         return [] if (plan := self._planner.plans.in_use) is None else plan.functions
 
     @property
@@ -132,27 +132,27 @@ class PlannedModel(Transparent):
 
     @property
     def device(self) -> torch.device:
-        """The device that the model trains on, and whose memory the limit is about.
+        """The device that the model trains on, and whose memory is limited.
 
         Raises UnsupportedModelError if there are several.
         """
         return self._planner.device
 
     def plan(self) -> Plan:
-        """Return the plan in use, for a file.
+        """Return the plan in use, as an object that can be saved to a file.
 
-        Raises ValueError if nothing has been measured, if the model was changed for another kind of step since, or if
-        `compile` has options that a file cannot hold.
+        Raises ValueError if nothing has been measured, if the model has since been changed for another kind of step, or
+        if `compile` has options that a file cannot hold.
         """
         with in_training(self):
             return _plan_for_file(self._planner.solved(), self._planner.model)
 
     def save_plan(self, path: str | Path) -> None:
-        """Write the plan in use to a file, for `Checkpointable(..., plan=path)`. ValueError as from `plan`, OSError."""
+        """Write the plan in use to a file, for `Checkpointable(..., plan=path)`. Raises like `plan`, and OSError."""
         self.plan().save(path)
 
     def memory(self) -> PlanMemory:
-        """Return, by stage, what the plan in use keeps for the backward while the loss runs, and what it does not.
+        """Return the bytes that each stage keeps for the backward while the loss runs, and those that the plan saves.
 
         Raises ValueError before anything has been measured.
         """
@@ -187,21 +187,21 @@ class PlannedModel(Transparent):
 def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
     """Return a solved plan for a file; the model is in training mode. Raises ValueError as `PlannedModel.plan` does."""
     sequence, settings, device = plan.followed, model.settings, model.device_of(plan.input_spec)
-    # A file does not record `on_oom`: it is given anew on loading.
+    # A file does not record `on_oom`: the user gives it again on loading.
     fresh, unlimited = settings.fresh_grads if plan.file is None else plan.file.fresh_grads, plan.unlimited(settings)
     budget = unguarded(plan, fresh_gradients=fresh)
     costs, peak = PlanCosts(plan.measurement, budget), budget.peak_bytes(sequence)
     if plan.file is not None:
-        # Fingerprint, cut and traits come from the file: no step may have come yet.
+        # Take fingerprint, cut and traits from the file: maybe no step has run yet.
         if sequence == plan.file.sequence and budget == plan.file.costs.budget:
             return plan.file
         limit = plan.file.mem_limit if unlimited else model.limit_bytes(device)
         return replace(
             plan.file, sequence=sequence, mem_limit=limit, peak_bytes=peak, costs=costs, limited=not unlimited
         )
-    # The file stores the fingerprint of the model as it is now: after a change, that would be of another step.
+    # The file stores the fingerprint of the present model: after a change, it would describe another kind of step.
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
-        text = "save the plan before requires_grad, train/eval modes, dtypes or devices change: it is for another step"
+        text = "save the plan before requires_grad, modes, dtypes or devices change: it is for another kind of step"
         raise InvalidValueError(text, kind="plan_for_other_step")
     assert plan.cut is not None
     predicted = prediction()

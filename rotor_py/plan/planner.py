@@ -2,47 +2,48 @@
 
 # Note [The life of a plan]
 #
-# The step plan in use is measured, and has costs; or solved, and has a sequence; or agreed, if all processes that train
-# together follow that sequence. Without a plan, the planner is unmeasured. Wherever "training goes on" below, the step
-# may exceed the limit, and a warning says so. Sequences by hand or from a file are never replaced by events 6, 7 and 9.
+# The step plan in use is measured (it has costs), solved (it has a sequence, too), or agreed (all processes that train
+# together follow that sequence). Without a plan, the planner is unmeasured. Where "training goes on" below, the step
+# may exceed the limit, and a warning says so. Events 6, 7 and 9 never replace a sequence by hand or from a file.
 # Events:
 #
 #  1. Measure. The planner drops its plan for steps of this kind and any plan from a file, and cuts and measures the
 #     stages. Plans for other kinds of steps wait. → measured. An error restores the earlier plans.
-#  2. Solve. The planner finds a sequence for the limit. → solved, or agreed by several processes, which solve together
-#     and all have to reach this point; a strategy by hand is the same in each
-#  3. A sequence is set. The planner follows it, whatever memory it takes. → solved. Several processes have not agreed
-#     on it, so they solve together at the next forward.
-#  4. A limit is set. It counts for the next solve: the plan in use stays.
+#  2. Solve. The planner finds a sequence for the limit. → solved; or agreed, with several processes: these solve
+#     together, so all of them have to reach this point. A strategy by hand finds the same sequence in each.
+#  3. The user sets a sequence. The planner follows it, whatever memory it takes. → solved. Several processes have not
+#     agreed on it, so they solve together at the next forward.
+#  4. The user sets a limit. It counts from the next solve on: the plan in use stays.
 #  5. A forward arrives. It follows the plan in use if that covers its kind of step and input size; else a waiting plan
 #     that does, solved again if the limit has changed or other steps left gradients; else the planner measures and
 #     solves (events 1 and 2). A captured model may then run another graph than the measured one; the forward is undone,
 #     measured and run once more, or goes on unplanned where it cannot be undone (`session.py`). If the batch's data,
-#     such as padding, are the cause, it is another kind of step, and a waiting plan may cover it. On any error, the
-#     earlier plans stay. An input that no plan fits is remembered, and one as large is refused at once, unless it may
-#     mask less. With several processes, an input that no plan covers is refused, since each would plan for itself. Of
-#     measuring for ever larger inputs, a warning tells once.
+#     such as padding, cause this, it is another kind of step, and a waiting plan may cover it. On any error, the
+#     earlier plans stay. If no plan fits an input, later inputs as large are refused at once, unless their mask may
+#     need less. Several processes refuse an input that no plan covers, since each would plan alone. If ever larger
+#     inputs have to be measured, one warning says so.
 #  6. An optimizer is detected. It counts in every budget. A sequence without room for it is replaced; if no other fits,
 #     training goes on with it. Several processes solve together at the next forward, since each detects its own.
-#  7. A step shows undeclared memory (`observers`). Unexpected gradients at the beginning of a forward are planned for
-#     before it runs: events 1 and 2. Memory of the loss, or anything else outside the model, shows when a watched step
-#     is over. If it does not fit, another sequence is found, once for each plan, with a log line; if there is none, or
-#     with several processes, training goes on. An optimizer's step without a planned forward since its last one is
-#     told of once.
-#  8. A plan file is adopted, if it was made for such a model, with its costs and sequence. → solved. The first forward
-#     compares model and input with the file, as does one after a change of the model or on a larger input; processes
-#     compare their sequences. → agreed. The first watched step is compared with predicted costs; if its peak differs by
-#     more than a margin in any process, the next forward drops the file and measures (events 1 and 2).
+#  7. A step shows undeclared memory (`observers`). If gradients unexpectedly exist when a forward begins, the planner
+#     measures and solves with them before it runs (events 1 and 2). Memory of the loss, or of anything else outside the
+#     model, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and
+#     logs this; if no plan fits, or with several processes, training goes on. If an optimizer steps without a planned
+#     forward since its last step, one warning says so.
+#  8. The planner adopts a plan file with its costs and sequence, if it was made for such a model. → solved. The first
+#     forward compares model and input with the file, as does one after a change of the model or on a larger input;
+#     processes compare their sequences. → agreed. If the costs were predicted, the first watched step is compared with
+#     them; if its peak differs by more than a margin in any process, the next forward drops the file and measures
+#     (events 1 and 2).
 #  9. A forward arrives while others are in flight. It follows the plan's sequence for so many, or else another one that
-#     fits, or else training goes on. As soon as none is in flight, a sequence with room for so many is found, or else
-#     training goes on. Backwards are expected in any order: after some steps in reverse, a faster plan for that order
-#     is found, unless the user has declared one; after a step in another order, a plan for any order. Several processes
-#     only warn: they do not see each other's forwards in flight.
+#     fits, or else training goes on. Once none is in flight, the planner solves with room for so many, or else training
+#     goes on. Plans allow backwards in any order. After some steps in reverse, the planner solves for that order, if
+#     the user declared none; after a step in another order, for any order again. Several processes only warn: they do
+#     not see each other's forwards in flight.
 # 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
 #     within a smaller limit, which repeats the work in progress, and counts for steps of this kind until the user sets
 #     a limit. → solved
-# 11. The model is copied. The copy takes the plan in use along if it can serve there. Waiting plans stay behind.
-# 12. `.compile()` asks for compiled stages. All plans are dropped, since they are for other stages. → unmeasured
+# 11. The model is copied. The copy gets the plan in use if it can serve the copy, and no waiting plans.
+# 12. `.compile()` asks for compiled stages. The planner drops all plans: they are for other stages. → unmeasured
 #
 # The caller puts the model in training mode for events 1 and 5, and when a plan is written to a file. In all threads of
 # a process, one planner at a time measures or solves (`planning_lock`).
@@ -101,13 +102,13 @@ def _is_lazy(model: nn.Module) -> bool:
 
 
 class Planner:
-    """The plans for the steps of `whole`, the module that users call, and its forwards; `core` is cut into stages."""
+    """Plan and run the forwards of `whole`, the module that users call; its part `core` is cut into stages."""
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.settings = settings
         self.model = TrainedModel(whole, core, settings)
         self.plans = StepPlans(self.model)
-        self._told: set[object] = set()  # kinds of warnings that have come
+        self._told: set[object] = set()  # kinds of warnings already logged
         self._lazy = _is_lazy(core)
         self._one_process_only = settings.offload is not None or one_process_only(settings) is not None
         self._forwards = Forwards()
@@ -138,7 +139,7 @@ class Planner:
     # Requests of the user.
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, closely: bool = False) -> None:
-        """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked."""
+        """Event 1: cut the model into stages and measure them on these arguments; `closely` for more precise times."""
         with self.plans.kept_on_error():
             value = self._input_of(args, kwargs)
             self.plans.measure(StepSpec.of(self.model.core, value), value, closely=closely)
@@ -173,9 +174,9 @@ class Planner:
         budget, offload = file.costs.budget, self.settings.offload
         if file.sequence.moves is None and offload is not None:
             extra = record_fields("moves_nothing", name=offload)
-            _log.warning("the plan from the file moves nothing, so offload=%r has no effect", offload, extra=extra)
+            _log.warning("the plan from the file offloads nothing, so offload=%r has no effect", offload, extra=extra)
         if file.sequence.moves is not None and offload is None:
-            text = f"give offload= here as well: the plan moves activations (it was made with {budget.link_name!r})"
+            text = f"give offload= here as well: the plan offloads activations (it was made with {budget.link_name!r})"
             raise InvalidValueError(text, kind="no_tier", name="offload")
         self.model.reserve(budget, file.sequence)
         if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
@@ -208,9 +209,9 @@ class Planner:
             self._warn_once(text, record_fields("compile_ignored", name="torch.compile"))
 
     def warn_of_evaluation(self, error: InfeasibleError) -> None:
-        """Warn once that a forward in eval mode, whose gradients may not be wanted, has no plan."""
+        """Warn once that a forward in eval mode, whose gradients may be unused, runs without a plan."""
         extra = record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit)
-        text = f"use torch.no_grad() if you want no gradients: a forward in eval mode goes on without a plan ({error})"
+        text = f"use torch.no_grad() if you need no gradients: a forward in eval mode runs without a plan ({error})"
         self._warn_once(text, extra)
 
     def _warn_once(self, text: str, extra: dict[str, object]) -> None:
@@ -227,7 +228,7 @@ class Planner:
     # Forwards by plans.
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Event 5: run the model forward, with a backward by plan; without one if nothing trains."""
+        """Event 5: run the model forward, so that its backward follows a plan; without a plan if nothing trains."""
         if torch_compat.maybe_current_level() is not None:
             text = (
                 "call the attribute `model` inside of torch.func transforms (grad, vmap, ...): no plan can be followed"
@@ -239,11 +240,11 @@ class Planner:
             return self._run(args, kwargs, second=second)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool) -> Any:
-        """Run a forward, or the `second` one in a region that the caller recomputes, which observers ignore."""
+        """Run a forward by plan. `second`: the caller's checkpoint region recomputes the model; observers ignore it."""
         model, stepper = self.model, None if second else self._stepper
         model.note_planned()
         if stepper is not None:
-            stepper.take_consumed_away()
+            stepper.remove_consumed()
         value = self._input_of(args, kwargs)
         spec = StepSpec.of(model.core, value)
         if True not in spec.model.trained and not any(tensor.requires_grad for tensor in tensors_in(value)):
@@ -254,9 +255,9 @@ class Planner:
         if stepper is not None and stepper.before_forward(in_flight=bool(flying)):
             if (plan := self.plans.in_use) is not None and plan.file is not None:
                 plan.file.refuse_other_steps(model.stepping())
-            self.plans.begin_anew()  # plans do not know the stepping optimizer's other parameters
+            self.plans.begin_anew()  # the optimizer now has other parameters than those that the plans know
         self.plans.make_ready(spec, value, in_flight=second or bool(flying))
-        # With others in flight, or in a backward (of a reentrant region), some gradients may be of this step.
+        # With forwards in flight, or in a backward (of a reentrant region), existing gradients may be of this step.
         if spec.model.has_gradients and not (second or flying or in_backward()):
             self._gradients.notice(value)
         by_plan = self._run_second if second else self._run_planned
@@ -268,12 +269,12 @@ class Planner:
             answers = error.answers if isinstance(error, OtherDataError) else None
         # Not in the `except`: there, the error's traceback would keep the tensors of the first attempt.
         if answers is not None:
-            if not model.alone:  # others may have other batches
-                text = "call measure() again in all processes: the plan is for batches that are masked otherwise"
+            if not model.alone:  # batches of other processes may fit the plan
+                text = "call measure() again in all processes: the plan is for batches with another kind of mask"
                 raise UnsupportedModelError(text, kind="no_plan_for_input", name="mask")
             spec = replace(StepSpec.of(model.core, value), answers=answers)
             self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
-            with suppress(PlanMismatchError):  # another shape may also change the model's control flow
+            with suppress(PlanMismatchError):  # the batch's shape may have changed the graph, too
                 return by_plan(value, self._forwards.in_flight())
         return self._run_other_way(value, by_plan)
 
@@ -289,12 +290,12 @@ class Planner:
         modes = [(module, module.training) for module in core.modules()]
         if any(isinstance(module, _DROPOUT) and module.p for module in core.modules()):
             _log.warning(
-                f"run {self.model.name} once on a batch before you wrap it: it has lazy layers and dropout, and their "
-                "parameters are made before the first forward, where plain training draws others from the same seed",
+                f"run {self.model.name} once on a batch before you wrap it: it has lazy layers and dropout. Their "
+                "parameters are made before the first forward, with other random numbers than in plain training",
                 extra=record_fields("lazy_layers", name=self.model.name),
             )
         try:
-            for module, _ in modes:  # without dropout, and without statistics that move
+            for module, _ in modes:  # eval mode: no dropout, and no change of running statistics
                 module.training = False
             with torch.no_grad():
                 core(*with_own_containers(args), **with_own_containers(kwargs))
@@ -304,7 +305,7 @@ class Planner:
 
     def _run_other_way(self, value: Any, by_plan: Callable[..., Any]) -> Any:
         """Run a forward whose graph differs from that of the plan in use, for example for another shape."""
-        answers = self.in_use.source.answers  # data answered as expected
+        answers = self.in_use.source.answers  # the shape, not the data, has changed the graph
         spec = replace(StepSpec.of(self.model.core, value), answers=answers)
         for plan in self.plans.for_other_graphs(spec):
             try:
@@ -318,7 +319,7 @@ class Planner:
             text = f"call measure() in all processes with both inputs, which have different graphs: {both}"
             raise UnsupportedModelError(text, kind="no_plan_for_input", name="graph")
         self.plans.plan_for(spec, value)
-        return by_plan(value, self._forwards.in_flight(), goes_on=True)  # what it branches on may change in every run
+        return by_plan(value, self._forwards.in_flight(), goes_on=True)  # another run may branch differently again
 
     def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
         plan = self.plans.in_use
@@ -338,17 +339,17 @@ class Planner:
         return output
 
     def _run_second(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
-        """Run the forward of a region that the caller recomputes. No backward follows, so it is not observed."""
+        """Run the model for a checkpoint region that the caller recomputes. Not observed, since no backward follows."""
         plan = self.in_use
         sequence = self._second_runs.sequence(plan, self._forwards.held_bytes(self.model), self.model)
         return self._follow(sequence, plan, value, len(flying) + 1, goes_on=goes_on)
 
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int, *, goes_on: bool) -> Any:
-        """Run the model forward by this sequence for the stages of `plan`, as the `number`-th forward in flight."""
+        """Run the model forward by this sequence of stages of `plan`, as the `number`-th forward in flight."""
         settings = self.settings
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or settings.offload is None else self.model.tier
         stages = settings.preserve_rng_state, plan.measurement, settings.keepers
         how = Following(sequence, *stages, smaller, tier, plan.changed, goes_on)
-        with undoing(), nullcontext() if smaller is None else smaller.telling_of_the_rest():
+        with undoing(), nullcontext() if smaller is None else smaller.explaining_other_errors():
             return plan.source.run(plan.cut, value, how)

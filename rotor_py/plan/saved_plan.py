@@ -1,6 +1,6 @@
-"""A plan to save: its JSON file is data only, and checked when it is read; nothing in it is executed.
+"""Save and load plans as JSON files. These hold only data: loading checks every field and executes none.
 
-Loading compiles stages anew. The file's options are only compared with the user's: some run an arbitrary program.
+Stages are compiled anew, with the user's options of Inductor; the file's, some of which run programs, must equal them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _log = logging.getLogger("rotor_py")
 
 SCHEMA = 13
 _LARGEST_FILE = 16 * 2**20  # Largest file that is read. A plan has some thousand bytes per hundred stages.
-# Most carried tensors times stages: building a chain takes so many steps. A guess far above any model; more is refused.
+# Largest accepted product of carried tensors and stages: a chain takes so many steps to build. A guess above any model.
 _MOST_CARRIED = 10**6
-# A backward may free more of its input than it needs, or gradients of later stages.
+# These numbers may be negative: a backward may free more than it allocates.
 _SIGNED = dict.fromkeys(
     ("backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"), (-LARGEST_SIZE, LARGEST_SIZE)
 )
@@ -77,7 +77,7 @@ _hints = functools.cache(get_type_hints)
 
 
 def read_as(kind: Any, name: str, value: Any) -> Any:
-    """Convert JSON to the type `kind`. Raises ValueError naming the field that is something else."""
+    """Convert JSON to the type `kind`. Raises ValueError that names a field of another type or out of range."""
     outer, inside = get_origin(kind) or kind, get_args(kind)
     if type(None) in inside:
         return None if value is None else read_as(inside[0], name, value)
@@ -88,10 +88,10 @@ def read_as(kind: Any, name: str, value: Any) -> Any:
     if isinstance(value, dict) and outer is dict:
         return {key: read_as(inside[1], name, each) for key, each in value.items()}
     least, most = _RANGES.get(name, (0, LARGEST_SIZE))
-    # By type: `isinstance` would accept True as a number.
+    # Compare types, since `isinstance` would accept True as a number.
     if kind is Any or (type(value) is kind and (kind in (str, bool) or least <= value <= most)):  # NaN is in no range
         return value
-    raise _bad_field(name, f"{name} is {reprlib.repr(value)}; it has to be {getattr(kind, '__name__', kind)}")
+    raise _bad_field(name, f"{name} must be {getattr(kind, '__name__', kind)}, got {reprlib.repr(value)}")
 
 
 def read_fields(kinds: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _bad_field(name: str, text: str) -> InvalidValueError:
 
 def _refuse_other_length(name: str, found: int, stages: int) -> None:
     if found != stages:
-        text = f"there are {name} of {found} stages, and {stages} stages"
+        text = f"{name} must have an entry for each of {stages} stages, got {found}"
         raise InvalidValueError(text, kind="wrong_length", name=name, got=found)
 
 
@@ -134,19 +134,19 @@ class PlanCosts:
     @classmethod
     def from_data(cls, data: Any, names: Items[str], *, fresh_gradients: bool) -> PlanCosts:
         if not isinstance(data, dict):
-            raise _bad_field("costs", f"the costs are {reprlib.repr(data)}; they have to be a table")
+            raise _bad_field("costs", f"costs must be an object, got {reprlib.repr(data)}")
         found, stages = read_fields(_COSTS, data), len(names)
         for part in ("stages", "gradient_bytes", "ways", "waiting_gradients", "summed_gradients", "sum_bytes"):
             if found[part] or part in ("stages", "gradient_bytes"):
                 _refuse_other_length(part, len(found[part]), stages)
         carried: tuple[Carried, ...] = found["carried"]
         if len(carried) * stages > _MOST_CARRIED or any(not each.first <= each.last <= stages for each in carried):
-            raise _bad_field("carried", f"{len(carried)} tensors cannot be carried past {stages} stages like this")
+            raise _bad_field("carried", f"the {len(carried)} carried tensors do not fit a chain of {stages} stages")
         for way in (way for ways in found["ways"] for way in ways):
             if not way.name or way.moved_bytes > way.cost.saved_bytes:
-                raise _bad_field("ways", f"a way to store a stage is {reprlib.repr(way)}")
+                raise _bad_field("ways", f"a storage mode needs a name, and moves saved bytes: {reprlib.repr(way)}")
         if found["backward_order"] not in ORDERS:
-            raise _bad_field("backward_order", f"backward_order has to be {' or '.join(ORDERS)}")
+            raise _bad_field("backward_order", f"backward_order must be {' or '.join(ORDERS)}")
         around = {name: found.pop(name) for name in _AROUND}
         measurement = Measurement(names=tuple(names), **found)
         chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=around["forwards"])
@@ -159,7 +159,7 @@ _COSTS |= {name: _hints(Budget)[name] for name in _AROUND}
 
 @dataclass(frozen=True, slots=True)
 class CompiledStages:
-    """The compiled stages' names, Inductor's options, and the bytes that a whole graph's partition was chosen for."""
+    """The names of compiled stages, Inductor's options, and `room`: bytes for which a whole graph was partitioned."""
 
     stages: list[str]
     options: dict[str, Any]
@@ -177,7 +177,7 @@ class CompiledStages:
         return cls(list(compiled), dict(config), None if whole is None else whole.room)
 
     def compiled_again(self, cut: Cut, compiler: StageCompiler, chain: Chain, ways: Items[Items[str]]) -> Cut:
-        """Return the same cut, with these stages compiled by `compiler` when they first run."""
+        """Return the same cut, in which `compiler` compiles these stages when they first run."""
         from rotor_py.compile.partitioner import whole_partitioner
 
         partitioner = None if self.room is None else whole_partitioner(self.room, chain)
@@ -191,7 +191,7 @@ class CompiledStages:
 
 
 def config_beside(file: CompiledStages | None, given: Config | None) -> Config | None:
-    """Return Inductor's options for a plan from a file; PlanMismatchError if those `given` are others."""
+    """Return Inductor's options for a plan from a file. PlanMismatchError if the user has `given` other ones."""
     planned = None if file is None else tuple(sorted(file.options.items()))
     if given is None and planned == ():
         return planned
@@ -208,12 +208,12 @@ def _as_given(config: Config | None) -> bool | dict[str, Any]:
 class Plan:
     """A sequence, with the model, input and limit that it was made for.
 
-    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `answers` are the batch's answers
-    to a captured model's questions about its data, such as whether there is padding. `traits` are facts of each stage
-    that runs without a graph do not show. `costs` are the measurements, all that a report needs. `limited` says that
-    `mem_limit` was set, or is the device's; a strategy by hand may have none. `compiled` is present if `compile=` was
-    given, and `step_in_backward` if parameters are stepped in the backward. `predicted_for` names the device that costs
-    were predicted for, if nothing was measured.
+    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `answers` are the results of a
+    captured model's conditions on the batch's data, such as whether there is padding. `traits` are facts of each stage
+    that show only with a graph. `costs` are the measurements, all that a report needs. `limited` is False if a strategy
+    by hand has no limit, so that `mem_limit` is only the device's. `compiled` is present if `compile=` was given, and
+    `step_in_backward` if parameters are stepped in the backward. `predicted_for` names the device for which costs were
+    predicted, if nothing was measured.
     """
 
     model: dict[str, Any]
@@ -255,7 +255,7 @@ class Plan:
         """Read a plan.
 
         Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if it has compiled stages and was
-        made with another torch, OSError if it cannot be read.
+        made with another version of torch, OSError if it cannot be read.
         """
         return cls(**_read(path))
 
@@ -263,7 +263,7 @@ class Plan:
         """Cut layers given in the order in which they run. Raises PlanMismatchError if they are not the plan's."""
         found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
-        # In order: the same layers in another order have the same names, and other costs.
+        # The order counts: the same layers in another order have the same names, but other costs.
         if planned != list(found):
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
@@ -277,8 +277,8 @@ class Plan:
             raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
 
-# Types of `Plan`'s fields as a file has them, and of further ones: `beside` are the sequences of further forwards in
-# flight, where they differ; `digest`, the SHA-256 of everything else, shows damage, not forgery.
+# Types of all fields in a file: those of `Plan`, and more. `beside` are the sequences of further forwards in flight, if
+# they differ. `digest`, the SHA-256 of all other fields, shows damage, not forgery.
 _FIELDS = _hints(Plan) | {
     "schema": int,
     "torch": str,
@@ -300,7 +300,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     try:
         fields = _checked(read_fields(_FIELDS, data))
         if _digest(data) != data["digest"]:
-            raise InvalidValueError("it was changed or damaged: its digest is another one", kind="other_digest")
+            raise InvalidValueError("it was changed or damaged, since its digest differs", kind="other_digest")
     except (ValueError, RecursionError) as error:
         raise InvalidValueError(
             f"{file} is not a whole plan: {shortened(error)}; save it again",
@@ -313,8 +313,8 @@ def _read(path: str | Path) -> dict[str, Any]:
         if fields["compiled"] is not None:
             raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
         _log.warning(
-            f"plan again to be sure: {file} was made with torch {shortened(data['torch'])}, and peaks and times may be "
-            f"others with {torch.__version__}",
+            f"plan again to be sure: {file} was made with torch {shortened(data['torch'])}, and peaks and times may "
+            f"differ with torch {torch.__version__}",
             extra=record_fields("other_torch", name=str(file)),
         )
     return fields
@@ -330,20 +330,20 @@ def _parsed(file: Path) -> dict[str, Any]:
         )
 
     if len(content) > _LARGEST_FILE:
-        raise not_a_plan("too_large", f"since it has more than {_LARGEST_FILE} bytes, a plan has a few thousand")
+        raise not_a_plan("too_large", f"since it has more than {_LARGEST_FILE} bytes; a plan has a few thousand")
     try:
         data = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise not_a_plan("not_json", f"or only a part of one: {error}") from None
+        raise not_a_plan("not_json", f"or only part of a plan: {error}") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int or schema != SCHEMA:
-        raise not_a_plan("other_schema", f"since its schema is {reprlib.repr(schema)}, and {SCHEMA} is read")
+        raise not_a_plan("other_schema", f"since its schema must be {SCHEMA}, got {reprlib.repr(schema)}")
     found: dict[str, Any] = data
     return found
 
 
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
-    """Check the fields of a file together, and return those of a plan. ValueError if they contradict each other."""
+    """Check that the fields of a file agree with each other, and return those of a `Plan`. ValueError otherwise."""
     beside, solver, moves = (fields.pop(name) for name in ("beside", "solver", "moves"))
     for name in ("schema", "torch", "digest"):
         del fields[name]
@@ -359,17 +359,17 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     if moves is not None and (
         costs.budget.link is None or {len(moves.wait_out), len(moves.fetch)} != {len(sequences[0])}
     ):
-        raise _bad_field("moves", f"what is moved to another tier is {reprlib.repr(moves)}")
+        raise _bad_field("moves", f"the offloads do not fit the sequence and its link: {reprlib.repr(moves)}")
     sequence = replace(sequences[0], beside=tuple(sequences[1:]), moves=moves)
     given, peak = fields["peak_bytes"], costs.budget.peak_bytes(sequence)
     if peak != given:
-        text = f"the peak is {given}, and the costs make it {peak}"
+        text = f"peak_bytes must be {peak}, by the costs, got {given}"
         raise InvalidValueError(text, kind="other_peak", name="peak_bytes", got=given, peak_bytes=peak)
     if (compiled := fields["compiled"]) is not None:
         whole = compiled.room is None or len(compiled.stages) == len(names) == 1
         plain = all(type(each) in _PLAIN for each in compiled.options.values())
         if not (whole and plain and set(compiled.stages) <= set(names)):
-            raise _bad_field("compiled", f"what is compiled of it is {reprlib.repr(asdict(compiled))}")
+            raise _bad_field("compiled", f"compiled does not fit the stages: {reprlib.repr(asdict(compiled))}")
     return {**fields, "sequence": sequence, "costs": costs}
 
 

@@ -1,4 +1,4 @@
-"""Hold the user's settings: the limit, and everything else that planning depends on besides model and input."""
+"""Hold the user's settings: the limit, and everything else on which planning depends, except model and input."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ class Settings:
     step_in_backward: torch.optim.Optimizer | None = None
     offload: str | None = None
     keep: str | None = None
-    # Inductor's options; None where nothing is to be compiled
+    # Inductor's options; None if no stage is to be compiled
     inductor: Config | None = field(init=False, default=None)
     keepers: tuple[Keeper, ...] = field(init=False, default=())  # compressed storage modes that plans may use
 
     def __post_init__(self) -> None:
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
-            text = f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least"
+            text = f"forwards_in_flight must be an integer of at least 1, got {forwards!r}"
             raise InvalidValueError(text, kind="not_a_count", name="forwards_in_flight")
         values = {"backward_order": (None, *ORDERS), "on_oom": ("raise", "replan"), "keep": (None, *FEWER_BITS)}
         for name, known in values.items():
             if (value := getattr(self, name)) not in known:
                 raise InvalidValueError(
-                    f"{name} is {value!r}; it can be {' or '.join(map(repr, known))}", kind="unknown_value", name=name
+                    f"{name} must be {' or '.join(map(repr, known))}, got {value!r}", kind="unknown_value", name=name
                 )
         for name, given in (("optimizer", self.optimizer), ("step_in_backward", self.step_in_backward)):
             if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
-                text = f"{name} is {what_it_is(given)}; pass the optimizer that steps the model's parameters"
+                text = f"{name} must be the optimizer of the model's parameters, got {what_it_is(given)}"
                 raise InvalidTypeError(text, kind="not_an_optimizer", name=name)
         if self.offload is not None:
             self.offload = checked_name(self.offload)  # the full name of the tier
@@ -71,7 +71,7 @@ class Settings:
             refuse_optimizer(self.step_in_backward)
             self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)
-        self.keepers = () if self.by_hand is not None else self._keepers()  # a strategy settles what is kept
+        self.keepers = () if self.by_hand is not None else self._keepers()  # a strategy by hand uses none
 
     def _keepers(self) -> tuple[Keeper, ...]:
         fewer = () if self.keep is None else (FormKeeper(FEWER_BITS[self.keep]),)
@@ -79,7 +79,7 @@ class Settings:
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:
-        """Settings that a sequence depends on and that the user may change after it was found."""
+        """The settings on which a sequence depends, and which the user may change after it was found."""
         return self.mem_limit, self.mem_slots
 
 
@@ -144,7 +144,7 @@ def refuse_excluded(settings: Settings, **more: str) -> None:
 
 
 def one_process_only(settings: Settings, sharded: str = SEVERAL_PROCESSES) -> Exclusion | None:
-    """Return what excludes a setting from models that `sharded` names: of several processes, or of `fully_shard`."""
+    """Return the exclusion of a given setting from models of several processes, or of `fully_shard` (`sharded`)."""
     given = _given(settings)
     return next((each for each in EXCLUSIONS if each.second == sharded and each.first in given), None)
 
@@ -153,8 +153,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer that is not known to step each parameter by itself."""
     if not steps_per_parameter(optimizer):
         name = type(optimizer).__name__
-        text = f"give step_in_backward SGD, Adam, AdamW or another that steps each parameter alone, unlike {name}"
+        text = f"step_in_backward must be SGD, Adam, AdamW or another that steps each parameter alone, got {name}"
         raise InvalidValueError(text, kind="unsupported_optimizer", name=name)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        text = "step_in_backward takes no gradients of steps; leave differentiable=True out"
+        text = "step_in_backward cannot differentiate through optimizer steps; leave differentiable=True out"
         raise InvalidValueError(text, kind="excluded_together", name="differentiable")

@@ -1,6 +1,6 @@
-"""Solve for a sequence within the limit, alone or with all processes, and make room for late optimizers.
+"""Solve for a sequence within the limit, in one process or in several together, and count late optimizers.
 
-Collectives in stages repeat when these are recomputed, and all processes must reach them in the same order. So rank 0
+When stages are recomputed, their collectives repeat, and all processes must reach these in the same order. So rank 0
 solves for the costliest stages of any process within the tightest limit, and the others adopt its sequence.
 """
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("rotor_py")
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
-    """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective."""
+    """Find, on rank 0 of `group`, a sequence for the least room of any process. All processes must call this."""
     own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # room for the chain
     chains, rooms, links = zip(*gather_objects((budget.chain, own, budget.link), group, device), strict=True)
     # Compared before solving: rank 0's sequence is valid only for as many stages.
@@ -49,10 +49,10 @@ def agreed_sequence(
         try:
             link = None if None in links else Link.slowest(links)
             all_of_them = replace(budget, chain=costliest(chains), link=link)
-            # The least room, as a limit of this process: `solve` subtracts its own fixed part again.
+            # The least room, written as a limit of this process: `solve` subtracts this process's fixed part again.
             found = [all_of_them.solve(mem_limit - own + min(rooms), algorithm)]
         except InfeasibleError as error:
-            found = [error.with_traceback(None)]  # sent like a sequence: the waiting processes must learn of it
+            found = [error.with_traceback(None)]  # sent to the other processes, which wait for a sequence
         except Exception as error:
             found = [f"rank 0 could not solve: {type(error).__name__}: {error}"]
     with sending_from(device):
@@ -63,7 +63,7 @@ def agreed_sequence(
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
     if isinstance(sequence, str):
         raise InvalidStateError(sequence, kind="rank_0_failed")
-    # Room is not all: a process may need more outside the chain, for example while the optimizer steps.
+    # Compare whole peaks, too: a process may need more outside the chain, for example while the optimizer steps.
     peaks = gather_objects((budget.peak_bytes(sequence), mem_limit), group, device)
     # All processes see all peaks, so that all raise and none is left waiting in a collective.
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
@@ -87,18 +87,18 @@ def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.de
 def choose_variant(
     plan: StepPlan, solve: Callable[[Budget], Sequence], group: dist.ProcessGroup | None, device: torch.device
 ) -> Sequence:
-    """Turn `plan` to the variant (a way to run stages) with the fastest sequence by `solve`; return the sequence."""
+    """Set `plan` to the variant (stages compiled or not) with the fastest sequence by `solve`; return the sequence."""
     ways = list(plan.ways)
     if group is not None and ways:
-        # Those that all processes have, in one order: each measures which are faster or fit. All have the same keys.
+        # Only variants that all processes have, in one order: each process has kept those that were worth it there.
         by_kind = {tuple((name, isinstance(each, CompiledStage)) for name, each in way.cut.stages): way for way in ways}
         first, *others = gather_objects(list(by_kind), group, device)
         ways = [by_kind[kind] for kind in first if all(kind in other for other in others)]
     if not ways:
         return solve(plan.budget)
     plan.compiled_for_larger_budget = False
-    # A whole graph exists only if it is not slower than plain. Its time is not comparable with that of stages, which
-    # were measured one by one.
+    # Try a graph compiled as a whole first: it exists only if it is no slower than uncompiled, and its time is not
+    # comparable with the sum of stages that were measured one by one.
     refused: list[InfeasibleError] = []
     try:
         for whole in (True, False):
@@ -108,13 +108,13 @@ def choose_variant(
                 budget = plan.budget_of(way)
                 try:
                     sequence = solve(budget)
-                except InfeasibleError as error:  # with several processes, it comes in all of them
-                    # A graph compiled as a whole was compiled for the room that existed then.
+                except InfeasibleError as error:  # with several processes, all of them raise it
+                    # A graph compiled as a whole fitted the room that there was at that time.
                     plan.compiled_for_larger_budget |= whole
                     refused.append(error)
                 else:
                     seconds = budget.makespan(sequence)
-                    if group is not None:  # the slowest counts, so that all choose alike
+                    if group is not None:  # the slowest process counts, so that all choose alike
                         seconds = max(gather_objects(seconds, group, device))
                     found.append((seconds, way, sequence))
             if found:
@@ -134,12 +134,12 @@ def solve(
     slots: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Sequence:
-    """Find the sequence of `plan` within `limit`, or else within the limit that is set."""
+    """Find the sequence of `plan` within `limit`, by default the limit in the settings."""
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
         if algorithm is None and settings.by_hand is not None:
-            # Without a set limit, a strategy by hand has none; a solver takes what the device can give.
+            # Without `mem_limit`, a strategy by hand has no limit; a solver takes the device's memory.
             most = None if given is None else limit_bytes(given, device)
             by_hand = partial(settings.by_hand.sequence, model.core, mem_limit=most)
             sequence = choose_variant(plan, by_hand, group, device)
@@ -158,15 +158,15 @@ def solve(
                 raise
     if plan.budget.link is not None and plan.budget.forwards > 1:
         _log.warning(
-            "with %d forwards in flight at once, offload= has no effect: go backward after each forward",
+            "with %d forwards in flight at once, offload= has no effect: call backward() after each forward",
             plan.budget.forwards,
             extra=record_fields("moves_nothing", forwards=plan.budget.forwards),
         )
-    # Agreed on, it offloads in all processes or in none.
+    # Collective: all processes follow the sequence, so it offloads in all of them or in none.
     model.reserve(plan.budget, sequence, group)
     plan.sequence = plan.found = sequence
     plan.agreed = None if group is None else sequence
-    settings.mem_limit = given  # only now: a limit that fails must not count
+    settings.mem_limit = given  # only now: a limit that no plan fits must not be set
     plan.solved_with = settings.solved_with
     if settings.verbosity:
         _log.warning("%s", plan.summary(model), extra=record_fields("summary"))
@@ -174,9 +174,9 @@ def solve(
 
 
 def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int) -> None:
-    """Raise a longer `error` where the step's need with gradients freed between steps is less.
+    """Raise `error` with advice to set fresh_grads=True, if that lowers the least limit; else do nothing.
 
-    No frame of a traceback may have its error in a variable: it would hold the caller's tensors until a collection.
+    No frame of a traceback may hold its own error in a variable: the caller's tensors would live until a collection.
     """
     if plan.fresh_gradients:
         return
@@ -185,7 +185,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     held = tightest.least_bytes()
     least = min(model.with_fresh_gradients(*each, device).least_bytes() for each in budgets)
     if group is not None:
-        # All raise, so all come here; all give the numbers of the one with the least room to spare.
+        # All processes raise, so all call this; all report the numbers of the process with the least spare room.
         all_of_them = gather_objects((least, held, limit), group, device)
         least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
@@ -197,7 +197,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     )
     if group is None:
         raise tightest.refuse(limit, more) from error
-    # With several processes, the numbers may be another one's.
+    # With several processes, the numbers may be those of another process.
     raise InfeasibleError(
         f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage
     ) from error
@@ -212,8 +212,8 @@ def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
     peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
     if peak > limit:
         _log.warning(
-            f"the plan was made for another optimizer, or for none: with this one a step needs {exact_bytes(peak)}, "
-            f"beyond the limit of {exact_bytes(limit)}; plan again with optimizer= given",
+            f"plan again with optimizer= given: the plan was made for another optimizer, or for none, and with this "
+            f"one a step needs {exact_bytes(peak)}, beyond the limit of {exact_bytes(limit)}",
             extra=record_fields("late_optimizer", peak_bytes=peak, mem_limit=limit),
         )
 

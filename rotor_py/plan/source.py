@@ -1,4 +1,4 @@
-"""The stages of a model, run by sequences: its layers, or stages of the graphs that TorchDynamo captures."""
+"""Sources of stages, which run by sequences: a chain's layers, or parts of graphs that TorchDynamo captures."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _MOST_READ = 8  # Parsed sequences to cache. A guess: each forward in flight may
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How to run stages: by `sequence`, in modes that `measurement` names, with offload `tier` and `smaller` plans.
+    """How to run stages: by `sequence`, in the storage modes of `measurement`, with an offload `tier`.
 
-    `changed` gets the names of stages that cannot be recomputed, since what they read has changed.
+    `smaller` gives plans after an out-of-memory error. `changed` gets names of stages that cannot be recomputed.
     """
 
     sequence: Sequence
@@ -61,15 +61,15 @@ class Following:
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
     changed: set[str] | None = None
-    goes_on: bool = False  # run other captured graphs than the planned ones as they are: no plan is left to try
+    goes_on: bool = False  # run captured graphs other than the planned ones without a plan, instead of raising
 
 
 class SequenceExecutor:
-    """Runs stages of `model` by sequences. Keeps the last ones parsed, each with the objects that run its stages."""
+    """Runs stages of `model` by sequences. Caches the last parsed sequences, each with the runners of its stages."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # the most recently parsed, latest at the end, and whether `fully_shard` was applied to the model
+        # cache, latest last: key, instructions, runners, and whether `fully_shard` was applied to the model
         self._read: list[tuple[tuple[object, ...], Instructions, Runners, bool]] = []
 
     def execute(
@@ -86,7 +86,7 @@ class SequenceExecutor:
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
             instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(how), is_sharded(self._model)
-            # A region recomputes stages whole: what a stage stored in part recomputes would be held to its end.
+            # A region recomputes stages whole: stored in part, a stage would hold its recomputed values to the end.
             read = key, instructions, whole if sharded else whole.by(instructions.options), sharded
             self._read = [*self._read[1 - _MOST_READ :], read]
         _, instructions, runners, sharded = read
@@ -100,7 +100,7 @@ class SequenceExecutor:
             return Tape(runners, instructions, tier=how.tier, context=context, changed=how.changed).forward(value)
 
     def execute_graph(self, how: Following, cut: Cut, value: Any) -> Any:
-        """Run the stages of a captured graph; `cut` is for the shapes that TorchDynamo found this time."""
+        """Run the stages of a captured graph; `cut` has its stages, captured for the shapes of this call."""
         from rotor_py.capture.captured_graph import runners_of, shared_apart
 
         for _, layer in cut.prefix:
@@ -113,15 +113,15 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-_LEAST_BYTES = 2**20  # Least saved bytes of a layer that is captured. A guess: TorchDynamo takes up to seconds.
+_LEAST_BYTES = 2**20  # Layers that save less are not captured. A guess: TorchDynamo takes up to seconds.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."  # packages whose layers are single operators, if they have no layers inside
 
 
 class LayerParts:
-    """The partial storage modes of one model's layers, by module, of which `fully_shard` may have `sharded` the model.
+    """Partial storage modes of one model's layers, by module. `sharded`: `fully_shard` was applied to the model.
 
-    Only one layer of each kind is captured, and none that cannot gain.
+    Captures one layer of each kind, and none for which partial storage cannot save memory.
     """
 
     def __init__(self, *, sharded: bool = False) -> None:
@@ -138,7 +138,7 @@ class LayerParts:
     ) -> None:
         """Find the storage modes of a layer on the input `value`, once for each `kind` of layer.
 
-        Autograd saves `saved_bytes` of it, without its parameters, input and output.
+        Autograd saves `saved_bytes` for its backward, not counting its parameters, input and output.
         """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
@@ -153,7 +153,7 @@ class LayerParts:
         return self._found.get(id(function))
 
     def planned(self, function: nn.Module, name: str, ways: Items[str], keepers: Container[str]) -> StageOffers | None:
-        """Return a layer's storage modes among these `ways`, including those of `keepers`."""
+        """Return the partial storage modes of a layer that these `ways` use, with `keepers` or without."""
         own = dict.fromkeys(each for each in (own_of(way, keepers) for way in ways) if each is not None)
         if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
             from rotor_py.capture.captured_layer import CapturedLayer
@@ -169,17 +169,17 @@ class LayerParts:
 
 
 def _may_gain(function: nn.Module, value: Any) -> bool:
-    """Whether a layer can be captured and may be more than one operator."""
+    """Whether a layer can be captured, and may consist of several operators."""
     operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
     tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
     plain = all(type(each) in _PLAIN and layout_of(each) is None for each in tensors)
-    # Hooks of modules inside the layer come and go. Without hooks, as now, only their class shows FSDP.
+    # Recognize FSDP modules by their class: their hooks are removed while layers are measured.
     gathered_inside = any(is_fsdp_module(each) for each in function.modules() if each is not function)
     return not operator and plain and not gathered_inside and calls_forward_alone(function)
 
 
 class LayerSource(SequenceExecutor):
-    """The layers of a nesting of `nn.Sequential` as stages. They refuse a larger input than the one measured."""
+    """The layers of an `nn.Sequential`, nested or not, as stages. A plan covers no input larger than its own."""
 
     captured = False
     answers = None
@@ -193,7 +193,7 @@ class LayerSource(SequenceExecutor):
         return LayerSource(self._model)
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return the arguments as one value: what goes into the first layer. TypeError for other arguments."""
+        """Return the only argument, the first layer's input. Raises TypeError for other arguments."""
         if len(arguments) == 1 and not keywords:
             return arguments[0]
         bound = inspect.signature(self._model.forward).bind(*arguments, **keywords)
@@ -201,13 +201,13 @@ class LayerSource(SequenceExecutor):
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether `value` is a batch with no more samples. Other sizes are never covered: a layer may do anything."""
+        """Whether `value` is a batch with no more samples. Never covers other sizes, whose memory is unknown."""
         return covers(planned, value)
 
     def measure(
         self, value: Any, device: torch.device, options: MeasuringOptions, room: Any
     ) -> tuple[list[MeasuredCut], Any]:
-        """Cut the model into layers and measure them on `value`; `room` is for captured graphs.
+        """Cut the model into layers and measure them on `value`; `room` is unused (see `GraphSource`).
 
         Raises UnsupportedModelError if it cannot be cut.
         """
@@ -220,10 +220,10 @@ class LayerSource(SequenceExecutor):
         return [MeasuredCut(found, measurement)], value
 
     def follow(self, cut: Cut) -> None:
-        """Run the stages as in `cut`, one of the measured variants; here there is one, which `run` receives."""
+        """Do nothing: a chain of layers has a single variant, which `run` receives as `cut`."""
 
     def same_graph(self, other: Source) -> bool:
-        """Whether the stages of both are equal except for sizes."""
+        """Whether the stages of both are equal except for sizes: layers of one model always are."""
         return True
 
     def adopt(self, plan: Plan) -> Cut:
@@ -263,7 +263,7 @@ class GraphSource(SequenceExecutor):
 
     @property
     def answers(self) -> tuple[bool, ...] | None:
-        """The measured batch's answers to the model's questions about its data; None if unknown."""
+        """Results of the model's conditions on data (such as padding) for the measured batch; None if unknown."""
         return self._session.answers
 
     def renewed(self) -> GraphSource:
@@ -286,8 +286,9 @@ class GraphSource(SequenceExecutor):
     ) -> tuple[list[MeasuredCut], Any]:
         """Capture the model and measure its stages on `value`. Raises UnsupportedModelError if it cannot be cut.
 
-        Returns the variants of running the stages, the plain one last and in use, and everything that the caller holds
-        during the step. `room` returns the budget for a graph compiled whole, from the plain step's costs and these.
+        Returns the variants (stages compiled or not), the uncompiled one last and in use, and all values that the
+        caller holds during the step. `room` maps the uncompiled step's measurement and these values to the budget for
+        a graph compiled as a whole.
         """
         arguments, keywords = value
         within = room and (lambda plain, shared: room(plain, (arguments, keywords, shared)))
@@ -301,12 +302,12 @@ class GraphSource(SequenceExecutor):
         return isinstance(other, GraphSource) and self._session.same_graph(other._session)
 
     def adopt(self, plan: Plan) -> None:
-        """Cut as in a plan from a file once the graph is captured."""
+        """Cut as in a plan from a file when the graph is captured."""
         self._session.cut_layers = partial(_cut_as_saved, plan, self._compiler)
         self._session.answers = tuple(plan.answers)
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
-        """Run the model. Raises PlanMismatchError for another graph, OtherDataError if the batch's data cause it."""
+        """Run the model. Raises PlanMismatchError if its graph is another one, OtherDataError if data cause this."""
         arguments, keywords = value
         # Dynamo calls `execute_graph` during the forward.
         by_plan = partial(self.execute_graph, how)
@@ -318,7 +319,7 @@ def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, named: list[Layer]
     found = plan.cut(named)
     if plan.compiled is None:
         return found
-    assert compiler is not None  # `Planner.adopt` sees to it
+    assert compiler is not None  # set by `Planner.adopt`
     return plan.compiled.compiled_again(found, compiler, plan.costs.budget.chain, plan.costs.measurement.way_names)
 
 
@@ -331,10 +332,10 @@ Source = LayerSource | GraphSource
 
 
 def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
-    """Return layers for a chain of layers: they need no capturing, and have names that a user knows.
+    """Return a source of layers for a chain (no capture, familiar names), of captured graphs for any other model.
 
-    Stages to `compile` with these options of Inductor are always captured, for the sake of layers' side effects. Models
-    that `fully_shard` gathers in another dtype are, too: hooks that cast inputs are absent while a layer is measured.
+    With Inductor's options for `compile`, chains are captured, too, because of layers' side effects; so are models that
+    `fully_shard` gathers in another dtype: the hooks that cast inputs are absent while a layer is measured.
     """
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))

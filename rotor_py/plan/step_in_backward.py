@@ -2,22 +2,22 @@
 
 # Note [Stepping in the backward]
 #
-#  1. The user's own optimizer steps. For the moment it has one group with one parameter, with the settings of the
-#     parameter's group: so its state, schedulers and state dict are those of plain training. Only the user's own
+#  1. The user's own optimizer steps each parameter. Meanwhile, its only group has the settings of the parameter's group
+#     and this one parameter: so state, schedulers and state dict are those of plain training. Only the user's own
 #     `optimizer.step()` calls the optimizer's hooks, once in each step.
-#  2. Only a backward through the output of a planned forward steps. It is known by its graph task: the hook on the
-#     output notes its number, and hooks on parameters do nothing in another pass. A pass for other losses, or of the
-#     model itself, leaves gradients in `grad`, as ever. So do parameters that the optimizer does not have.
+#  2. Only a backward through the output of a planned forward steps. The number of its graph task identifies it: a hook
+#     on the output notes the number, and hooks on parameters do nothing in other backwards. Backwards of other losses,
+#     or of the unplanned model, leave gradients in `grad`, as usual; so do parameters that the optimizer does not have.
 #  3. A parameter's hook is called once in a pass, after the backward of all its uses. So no stage that reads the
 #     parameter can be recomputed later, unless it reads it detached; a stage that finds another parameter than in its
 #     first run is refused (`StageRunner`).
 #  4. `optimizer.step()` marks the end of a step. It finds no gradients, and does nothing. A second backward before it
-#     is accumulation, and is refused before anything is stepped.
+#     would accumulate gradients; it is refused before any parameter is stepped.
 #  5. Until then, a stepped parameter has a `ConsumedGradient`, which raises when it is read. `optimizer.step()` removes
 #     it, as do `zero_grad()` and the next forward.
 
-Between backward and optimizer step, a loop may clip, unscale, accumulate or log gradients. If the gradient were simply
-None, all of that would silently do nothing. So `grad` is a tensor without storage that cannot be read.
+Between backward and optimizer step, a loop may clip, unscale, accumulate or log gradients. If `grad` were None, this
+code would silently do nothing. So `grad` is a tensor without storage that raises an error when it is read.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from rotor_py.execute.backward_passes import current_task
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.trained_model import TrainedModel
 
-# The last backward pass that began at a loss that a `GradScaler` has scaled; nothing before the first.
+# The last backward pass that began at a loss scaled by a `GradScaler`; empty before the first one.
 _last: list[int] = []
 
 
 @functools.cache
-def notice_scalers() -> None:
-    """Detect scaled losses from now on."""
-    # A scaler shows nowhere else before the backward, and after it the parameters have been stepped.
+def detect_scaled_losses() -> None:
+    """Detect losses scaled by a `GradScaler` from now on."""
+    # Patch `scale`: nothing else shows a scaler before the backward, and after it the parameters have been stepped.
     scaler: Any = torch.amp.GradScaler
     scale = scaler.scale
 
     @functools.wraps(scale)
-    def noticed(self: Any, outputs: Any) -> Any:
+    def scale_and_note(self: Any, outputs: Any) -> Any:
         found = scale(self, outputs)
         for tensor in tensors_in(found):
             if self.is_enabled() and tensor.requires_grad:
                 tensor.register_hook(_note)
         return found
 
-    scaler.scale = noticed
+    scaler.scale = scale_and_note
 
 
 def _note(gradient: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ def _note(gradient: torch.Tensor) -> None:
 
 
 class SpentGradientError(DescribedError, RuntimeError):
-    """A gradient was read after its parameter had been stepped with it."""
+    """A gradient was read after `step_in_backward` had used and freed it."""
 
 
 class ConsumedGradient(torch.Tensor):
@@ -91,15 +91,15 @@ class ConsumedGradient(torch.Tensor):
         cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise SpentGradientError(
-            f"leave out what calls {operator} (clip_grad_norm_, max_grad_norm, a GradScaler, accumulation, a log), or "
-            "step_in_backward: it has stepped the parameter with this gradient already",
+            f"leave out the code that calls {operator} (clip_grad_norm_, max_grad_norm, a GradScaler, accumulation, "
+            "a log), or step_in_backward, which has used this gradient for a step and freed it",
             kind="gradient_spent",
             name=str(operator),
         )
 
 
 _NO_TASK = -1
-_one_at_a_time = threading.Lock()  # a backward on several devices has a thread for each
+_one_at_a_time = threading.Lock()  # a backward on several devices has a thread for each device
 
 
 class Stepper:
@@ -112,8 +112,8 @@ class Stepper:
         self._task = _NO_TASK  # the backward pass that steps
         self._stepped_in = _NO_TASK  # the last pass that has stepped a parameter, until the user's `optimizer.step()`
         self._has = self._ids_of_both()  # the ids of the model's parameters that the optimizer had at the last forward
-        notice_scalers()
-        # Weakly: the optimizer may outlive this object.
+        detect_scaled_losses()
+        # With weak references, since the optimizer may outlive this object.
         optimizer.register_step_pre_hook(_weakly(self._about_to_step))
         optimizer.register_step_post_hook(_weakly(self._has_stepped))
 
@@ -131,25 +131,25 @@ class Stepper:
         for parameter in mine:
             if self._hooked.get(id(parameter)) is not parameter:
                 self._hooked[id(parameter)] = parameter
-                # Weakly: a hook lives as long as its parameter, and may outlive this object.
+                # With a weak reference, since a hook lives as long as its parameter, which may outlive this object.
                 parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_whole))
         return before != self._has
 
     def forward_returned(self, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._begin)  # the hook belongs to the graph, and goes with it
+                tensor.register_hook(self._begin)  # the graph holds the hook, which is freed with it
 
     def _about_to_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle a call of `optimizer.step()`, perhaps with a closure whose backward steps; return its arguments."""
-        self.take_consumed_away()
+        """Prepare the user's `optimizer.step()`, maybe with a closure whose backward steps; return its arguments."""
+        self.remove_consumed()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             return None
 
         def called() -> Any:
             found = closure()
-            self.take_consumed_away()
+            self.remove_consumed()
             return found
 
         return args[:1], {**kwargs, "closure": called}
@@ -158,7 +158,7 @@ class Stepper:
         self._stepped_in = _NO_TASK
 
     def _gradient_whole(self, parameter: nn.Parameter) -> None:
-        """Step `parameter`, whose gradient is complete, if the running pass is one that steps."""
+        """Step `parameter`, whose gradient is complete, if the running backward is one that steps."""
         group = self._groups.get(id(parameter))
         if group is None or current_task() != self._task:
             return
@@ -178,22 +178,20 @@ class Stepper:
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            text = (
-                "leave create_graph=True or step_in_backward out: it changes the parameters that the graph would read"
-            )
+            text = "leave create_graph=True or step_in_backward out: steps change the parameters that the graph reads"
             raise InvalidStateError(text, kind="create_graph")
         if _last == [current_task()]:
-            text = "step_in_backward would step with scaled gradients: leave it out, or the GradScaler (use bfloat16)"
+            text = "leave out step_in_backward, or the GradScaler (use bfloat16): steps would use scaled gradients"
             raise InvalidStateError(text, kind="scaled_loss")
         self._task = current_task()
 
     def _ids_of_both(self) -> frozenset[int]:
-        # Anew: groups may be added, and `load_state_dict` replaces them.
+        # Read again each time: groups may be added, and `load_state_dict` replaces them.
         self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
-        # Whether they are trained belongs to the kind of step, which may change and come back.
+        # Frozen parameters, too: `requires_grad` belongs to the kind of step, and may change from step to step.
         return frozenset(key for key in map(id, self._model.core.parameters()) if key in self._groups)
 
-    def take_consumed_away(self) -> None:
+    def remove_consumed(self) -> None:
         for parameter in self._hooked.values():
             if isinstance(parameter.grad, ConsumedGradient):
                 parameter.grad = None

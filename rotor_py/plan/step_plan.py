@@ -1,4 +1,4 @@
-"""The plan for one kind of step: its costs, its sequence, and what steps by it have shown."""
+"""The plan for one kind of step: its costs, its sequence, and observations of steps that follow it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_py.units import format_bytes
 from rotor_solver import ForwardEnable, Loss, Sequence, store_all
 
-# Forms of steps by a plan that are told apart. A guess: each is watched once, and models that draw lots have many.
+# Forms of steps (see `note_form`) told apart per plan. A guess: each is watched once, and random models have many.
 _MOST_FORMS = 32
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan for one kind of step. From a file, it has no `spec` before its first step, and if captured no `cut`."""
+    """The plan for one kind of step. From a file, it lacks `spec`, for a captured model `cut`, until its first step."""
 
     source: Source
     measurement: Measurement
@@ -52,7 +52,7 @@ class StepPlan:
     solved_with: tuple[float | str | None, int] | None = None  # `Settings.solved_with` when the sequence was found
     found: Sequence | None = None  # the solved sequence; any other one in use was set by the user
     most_in_flight: int = 1  # the most forwards in flight at once while one of them followed this plan
-    in_reverse: int = 0  # steps with as many forwards in flight as planned for, whose last one went backward first
+    in_reverse: int = 0  # steps whose last forward went backward first, with as many in flight as planned for
     in_other_order: bool = False  # whether a backward has come while a later forward was in flight
     fresh_gradients: bool = False  # whether gradients are freed between steps
     watched: Sequence | None = None  # the sequence of the last step that was watched to its end
@@ -62,16 +62,16 @@ class StepPlan:
     overruns: int = 0  # number of steps over the limit
     # names of stages that could not be recomputed in an earlier step, since what they read had changed
     changed: set[str] = field(default_factory=set)
-    told_bytes: int = 0  # the largest peak of which a warning has told
+    told_bytes: int = 0  # the largest peak that a warning has named
     steps: int = 0  # forwards since the plan was made that began with none in flight
-    forms: set[tuple[object, ...]] = field(default_factory=set)  # what has been seen of its steps, without a watch
+    forms: set[tuple[object, ...]] = field(default_factory=set)  # forms of its steps seen so far
     # the limit that was set when the device ran out of memory, and the reduced limit in bytes
     reduced: tuple[float | str | None, int] | None = None
-    # variants of its stages, if there are several: some compiled, all compiled, all plain; `cut` is one of theirs
+    # variants of its stages, if there are several: some, all or none compiled; `cut` is that of one variant
     ways: tuple[MeasuredCut, ...] = ()
     # whether the graph was compiled as a whole for more room than the last solve had
     compiled_for_larger_budget: bool = False
-    # bytes of the budget for undoing stages that run out of memory; None where nothing is undone
+    # bytes in the budget to undo a stage that runs out of memory; None if stages are never undone
     guard_bytes: int | None = None
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
@@ -80,13 +80,13 @@ class StepPlan:
 
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
-        """Make the plan of a file. Raises PlanMismatchError if it was made for another model."""
+        """Make a step plan of a loaded `file`. Raises PlanMismatchError if it was made for another model."""
         plan = cls(source, file.costs.measurement, file.costs.budget, None, source.adopt(file), file, file.sequence)
         plan.fresh_gradients = file.fresh_grads
         return plan
 
     def compare_with_file(self, spec: StepSpec, value: Any, model: TrainedModel) -> None:
-        """Raise PlanMismatchError if a step on `value` is not the file's. Compares only what has changed."""
+        """Raise PlanMismatchError if model or input differ from the file's; compare only if they have changed."""
         assert self.file is not None
         known = self.spec
         if known is None or known.model != spec.model:
@@ -118,7 +118,7 @@ class StepPlan:
         return None if self.spec is None else self.spec.input
 
     def note_form(self, form: tuple[object, ...]) -> None:
-        """Have the next step watched if a step was of a form not seen before, and not watched itself."""
+        """Have the next step watched if this step has a form not seen before: other phases, for example."""
         if form not in self.forms and len(self.forms) < _MOST_FORMS:
             self.forms.add(form)
             self.watched = None
@@ -139,12 +139,12 @@ class StepPlan:
         if model.settings.by_hand is not None:
             return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
         if not model.alone:
-            # Other processes may have found nothing, would not join the solve, and all would wait.
+            # Processes that saw no overrun would not join the solve, and all would wait.
             return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
         return None
 
     def is_for(self, spec: StepSpec) -> bool:
-        """Whether it was measured for such steps. A plan from a file is compared with its file instead."""
+        """Whether it was measured for steps like `spec`. A plan from a file is compared with its file instead."""
         texts = not self.source.captured
         return self.file is None and self.spec is not None and self.spec.same_step(spec, texts=texts)
 
@@ -162,7 +162,7 @@ class StepPlan:
             self.budget = replace(self.budget, fixed=fixed, step_bytes=cost.step_bytes)
 
     def budget_of(self, way: MeasuredCut) -> Budget:
-        """Return the budget of the step with its stages run as this variant."""
+        """Return the budget of a step that runs this variant of the stages."""
         found = self._measurement_of(way)
         budget = self.budget.with_found(found, 0, fresh_gradients=self.fresh_gradients)
         if self.guard_bytes is None:
@@ -175,7 +175,7 @@ class StepPlan:
         return found or [(self.budget, self.measurement)]
 
     def turn_to(self, way: MeasuredCut) -> None:
-        """Run the stages as this variant from the next forward on."""
+        """Run this variant of the stages from the next forward on."""
         if self.cut is way.cut:
             return
         self.budget, self.measurement, self.cut = self.budget_of(way), self._measurement_of(way), way.cut
@@ -185,7 +185,7 @@ class StepPlan:
         self._effects = tuple(recall_effects(function) for function in self.functions)
 
     def stored_by(self, sequence: Sequence) -> set[str]:
-        """Return the names of the stages whose graphs a sequence makes in the forward."""
+        """Return the names of the stages that a sequence stores in the forward, with their graphs."""
         first: dict[int, bool] = {}
         for each in sequence.operations:
             if not isinstance(each, Loss):
@@ -193,7 +193,7 @@ class StepPlan:
         return {self.measurement.names[stage] for stage, stored in first.items() if stored}
 
     def store_changed(self, settings: Settings) -> None:
-        """Have the next solve store the stages that could not be recomputed; a plan of the user's stays as it is."""
+        """Have the next solve store the stages that could not be recomputed; never change a plan of the user's."""
         names, self.changed = self.changed, set()
         stages = {i for i, name in enumerate(self.measurement.names) if name in names}
         unrepeatable = tuple(sorted(stages.union(self.measurement.unrepeatable)))
@@ -239,8 +239,8 @@ class StepPlan:
         return replace(way.measurement, loss=now.loss, outputs_held=now.outputs_held, output_held=now.output_held)
 
     def solve_again(self) -> None:
-        # Two optimizers may come before the next forward: the second finds no sequence, and must not replace the
-        # first's.
+        # Two optimizers may be detected before the next forward: the second must not overwrite `last_resort`, since
+        # the first has left no sequence.
         if self.sequence is not None:
             self.last_resort, self.sequence = self.sequence, None
 

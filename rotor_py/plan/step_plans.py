@@ -1,6 +1,6 @@
 """Keep one plan for each kind of step that a model takes in turn; choose or make the plan for the next step.
 
-A GAN's discriminator trains in one step and only passes gradients in the next; adapters switch; layers freeze.
+Kinds of steps alternate, for example, if a GAN's discriminator trains in every other step, or if adapters switch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MOST_REFUSED = 16
 
 
 class StepPlans:
-    """The plan in use, and those that wait for their kind of step. Events: see the Note in `planner.py`."""
+    """The plan in use, and waiting plans for other kinds of steps. Events: see the Note in `planner.py`."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
-        # steps that no plan fits: a later one as large is refused without measuring
+        # steps that no plan fits: later steps as large are refused without measuring
         self._refused: list[tuple[StepSpec, InfeasibleError]] = []
         self._grown = 0  # number of plans made for an input that no plan covered
         self.begin_anew()
@@ -52,7 +52,7 @@ class StepPlans:
 
     @contextmanager
     def kept_on_error(self) -> Iterator[None]:
-        """Restore the present plans after an error: it is about one step, and they are about others."""
+        """Restore the present plans after an error inside the context: they still serve other steps."""
         in_use, waiting = self.in_use, list(self._waiting)
         try:
             yield
@@ -63,11 +63,11 @@ class StepPlans:
             raise
 
     def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-        """Event 1: measure a step on `value`, and put its plan in use. The one in use before may wait."""
+        """Event 1: measure a step on `value`, and put its plan in use. The previous plan may wait."""
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
         plan = guarded(plan) if self.model.settings.on_oom == "replan" else plan
-        if self.in_use is not None and self.in_use.file is None:  # of the same model, as a rule
+        if self.in_use is not None and self.in_use.file is None:  # store the stages that it had to store, too
             measured = self.in_use.measurement
             plan.changed = {*self.in_use.changed, *(measured.names[stage] for stage in measured.unrepeatable)}
             plan.store_changed(self.model.settings)
@@ -78,7 +78,7 @@ class StepPlans:
         return plan
 
     def refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
-        """Raise InfeasibleError if model, state and batch alone exceed the limit; one of several processes warns."""
+        """Raise InfeasibleError if model, state and batch alone exceed the limit; with several processes, warn."""
         error = self.model.static_infeasibility(value, self.model.device_of(spec.input))
         if error is None:
             return
@@ -90,7 +90,7 @@ class StepPlans:
         _log.warning("%s", error, extra=fields_of(error))
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
-        """Event 5: put a plan that serves a step on `value` in use, with a sequence. Others may be `in_flight`."""
+        """Event 5: put a plan with a sequence for a step on `value` in use. Other forwards may be `in_flight`."""
         plan = self.in_use
         if plan is not None and plan.file is not None:
             as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
@@ -111,13 +111,13 @@ class StepPlans:
             if not in_flight:
                 make_room_for_forwards(plan, self.model)
         except InfeasibleError as error:
-            # The plan may have been measured on a larger input, as with `measure()`. One for this input may fit.
+            # The plan may have been measured on a larger input, as with `measure()`. A plan for this input may fit.
             assert plan.spec is not None
             self._remember_refused(plan.spec, error)
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
                 raise
         else:
-            # A late optimizer, or a smaller limit: the graph is compiled for the remaining room.
+            # A late optimizer or a smaller limit left less room than the graph was compiled for: compile it again.
             if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
                 return
             plan.compiled_for_larger_budget = False
@@ -134,27 +134,27 @@ class StepPlans:
             except InfeasibleError as error:
                 self._remember_refused(replace(spec, answers=plan.source.answers), error)
                 raise
-            plan.compiled_for_larger_budget = False  # it was compiled for this very budget
+            plan.compiled_for_larger_budget = False  # the graph was just compiled for this budget
         self._grown += grows
 
     def plan_for_kept_gradients(self, value: Any) -> None:
         """Event 7: measure and solve for gradients kept between steps; InfeasibleError if no plan has room for them."""
         assert self.in_use is not None
         self.model.settings.fresh_grads = False
-        self._waiting = []  # their premises have changed
+        self._waiting = []  # plans made for freed gradients, too
         spec = replace(StepSpec.of(self.model.core, value), answers=self.in_use.source.answers)
         with self.kept_on_error():
             agree(self.measure(spec, value), self.model)
 
     def for_other_graphs(self, spec: StepSpec) -> Iterator[StepPlan]:
-        """Put each waiting plan that may serve a step like `spec` in use, in turn."""
+        """Put each waiting plan that may serve a step like `spec` in use, one after the other, and yield it."""
         for each in list(self._waiting):
             if each.is_for(spec) and self.blank.covers(each.input_spec, spec.input):
                 self._put_in_use(each, spec.model)
                 yield each
 
     def optimizer_detected(self) -> None:
-        """Event 6: count undeclared optimizers; solve again where they do not fit, or warn: errors come too late."""
+        """Event 6: count undeclared optimizers, and solve again if they do not fit. If nothing fits, only warn."""
         model, plan, cost = self.model, self.in_use, self.model.counted_optimizer()
         # Plans of a strategy by hand have no limit.
         spec = None if plan is None else plan.input_spec
@@ -163,10 +163,10 @@ class StepPlans:
             each.count_optimizer(cost)
             if each.sequence is None or limit is None:
                 continue
-            # Agreed plans even where there is room: other processes may have none, and all have to solve together.
+            # Agreed plans even if this process has room: another may have none, and all have to solve together.
             if each.agreed is not None or each.budget.peak_bytes(each.sequence) > limit:
                 each.solve_again()
-        if plan is None:  # it counts as soon as there is a plan
+        if plan is None:  # a later plan counts the optimizers when it is made
             return
         if plan.file is not None:
             count_optimizer_beside_file(plan, model)
@@ -174,7 +174,7 @@ class StepPlans:
         plan.count_optimizer(cost)
         if limit is None:
             return
-        if plan.agreed is not None:  # other processes detect theirs, and agree with this one at the next step
+        if plan.agreed is not None:  # at the next step, when all processes have detected theirs, they solve together
             plan.solve_again()
         elif plan.sequence is not None and plan.budget.peak_bytes(plan.sequence) > limit:
             try:
@@ -188,7 +188,7 @@ class StepPlans:
         if plan is not None and not self.blank.captured:
             self.in_use = replace(plan, source=self.blank)
         elif plan is not None and plan.file is not None:
-            # Optimizers detected since count in the copy as well.
+            # The original's budget also counts optimizers detected since the plan was loaded.
             adopted = StepPlan.adopted(plan.file, self.blank)
             self.in_use = replace(adopted, budget=plan.budget, guard_bytes=plan.guard_bytes)
 
@@ -197,11 +197,11 @@ class StepPlans:
         self._raise_if_refused(spec)
         plan = self.in_use
         known = None if plan is None else plan.spec
-        # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
+        # Count plans for larger inputs only. Plans for other states of the model may be many, without growing inputs.
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             _log.warning(
-                f"call measure() once with the largest input there will be: {_MOST_PLANS} inputs, each larger than "
-                "those before or of another form, have been planned for, which takes time",
+                f"call measure() once with the largest input to come: {_MOST_PLANS} plans have been made, each for an "
+                "input larger than those before or of another form, which takes time",
                 extra=record_fields("many_plans", plans=_MOST_PLANS),
             )
         if plan is not None:
@@ -212,14 +212,14 @@ class StepPlans:
             if plan.is_for(spec):
                 why, cause = "planning again", "input"
             if plan.spec is not None and spec.answers not in (None, plan.spec.answers):
-                why, cause = "planning for batches that are masked otherwise (with or without padding)", "mask"
+                why, cause = "planning for batches with another kind of mask (with or without padding)", "mask"
             record = record_fields("planning_again", cause=cause)
             _log.warning("%s: the input is %s", why, describe(spec.input), extra=record)
         self.refuse_what_cannot_fit(spec, value)
         return self.measure(spec, value)
 
     def _remember_refused(self, spec: StepSpec, error: InfeasibleError) -> None:
-        # A copy has no traceback, which would keep the frames of the step, and their tensors.
+        # Copy the error without its traceback, which would hold the step's frames and their tensors.
         self._refused = [*self._refused, (spec, copy(error))][-_MOST_REFUSED:]
 
     def _raise_if_refused(self, spec: StepSpec) -> None:
@@ -228,7 +228,7 @@ class StepPlans:
             alike = refused.model == spec.model and self.blank.covers(spec.input, refused.input)
             if not alike or not same_kind(spec.input, refused.input) or limit > error.mem_limit:
                 continue
-            if all(refused.answers or ()) or refused.answers == spec.answers:  # a batch that masks nothing needs least
+            if all(refused.answers or ()) or refused.answers == spec.answers:  # a batch without a mask needs least
                 raise copy(error)
 
     def _turn_to(self, spec: StepSpec) -> StepPlan | None:
@@ -237,7 +237,7 @@ class StepPlans:
         found = [each for each in known if each.is_for(spec)]
         if not found:
             return None
-        # Stable: among equals, the one in use is first.
+        # `max` returns the first of equals: the plan in use.
         best = max(
             found,
             key=lambda each: (self.blank.covers(each.input_spec, spec.input), same_kind(each.input_spec, spec.input)),
@@ -255,13 +255,13 @@ class StepPlans:
         self.in_use = plan
         model, settings = self.model, self.model.settings
         device, stepped = model.device_of(plan.input_spec), model.stepped()
-        # Other kinds of steps may have left gradients.
+        # Steps of other kinds may have left gradients.
         grown = plan.budget.with_gradients_of(model.core, device, fresh=settings.fresh_grads, stepped=stepped)
         if plan.solved_with != settings.solved_with or grown != plan.budget:
             plan.budget, plan.sequence = grown, None
 
     def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
-        """Keep these waiting, except plans for removed layers: only the plan would hold their memory."""
+        """Let these plans wait, except plans for layers that the model no longer has: they would hold their memory."""
         same = present.modules, present.parameters
         specs = [(each, each.spec.model) for each in waiting if each.spec is not None]
         kept = [each for each, model in specs if (model.modules, model.parameters) == same]
@@ -269,31 +269,31 @@ class StepPlans:
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:
-    """Put a sequence in use that all processes follow; solve unless all of them have already."""
+    """Put a sequence in use that all processes follow: the present one if it is agreed, else solve."""
     group = model.group
-    # Compared as objects: a sequence set since is not agreed upon, even if equal.
-    open_question = group is not None and plan.agreed is not plan.sequence
+    # Compare as objects: a sequence that the user has set is not agreed upon, even if equal.
+    disagreed = group is not None and plan.agreed is not plan.sequence
     if plan.file is not None:
-        if group is not None and open_question:
+        if group is not None and disagreed:
             text = "; ".join(map(str, (plan.followed, *plan.followed.beside)))
             refuse_other_plans(text, group, model.device_of(plan.input_spec))
             plan.agreed = plan.sequence
         return
     grown = model.with_communication(plan.budget)
     forwards = model.settings.forwards_in_flight
-    if forwards > grown.forwards:  # checked in every step, and finding the device takes longer
+    if forwards > grown.forwards:  # checked first, in every step: finding the device takes longer
         grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
     if group is not None:
         grown = replace(grown, backward_order=model.settings.backward_order or "any")
     if grown is not plan.budget and grown != plan.budget:
         plan.budget, plan.sequence = grown, None
-    if plan.sequence is None or open_question:
+    if plan.sequence is None or disagreed:
         try:
             solve(plan, model)
         except InfeasibleError as error:
             if plan.last_resort is None:
                 raise
             warn_beyond_the_limit(error)
-            # With several processes, the error came in all of them (`agreed_sequence`), so all go on together.
+            # With several processes, all of them got the error (`agreed_sequence`), so all go on together.
             plan.sequence = plan.agreed = plan.last_resort
         plan.last_resort = None

@@ -1,6 +1,7 @@
-"""Specify steps without holding their tensors: the input, and the model's state, which is cheap to read in every step.
+"""Describe steps without holding tensors, by the input's spec and the model's state, cheap to read in every step.
 
-A sample becomes the arguments of one forward. Fingerprints of model and input explain why a plan is not for them.
+`arguments_of` turns a sample into the arguments of a forward. Fingerprints tell how a model or input differs from that
+of a plan.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class TensorSpec:
 
 
 def spec_of(value: Any) -> Any:
-    """Return `value` with a `TensorSpec` in the place of every tensor, and its objects taken apart."""
-    # Most inputs are nestings of these, and every step comes here: pytrees take five times as long.
+    """Return `value` with a `TensorSpec` in the place of every tensor, and other objects as their parts."""
+    # A fast path for most inputs, since every step calls this: pytrees take five times as long.
     if isinstance(value, torch.Tensor):
         return TensorSpec.of(value)
     kind = type(value)
@@ -85,7 +86,7 @@ def spec_of(value: Any) -> Any:
         return value
     leaves, structure = tree_flatten(value, every=True)
     specs = [_leaf_spec(leaf) for leaf in leaves]
-    # Two objects are alike if their parts are: a step may bring new ones, which equal nothing but themselves.
+    # Compare objects by their parts: a step may bring new objects, each of which equals only itself.
     return (structure, specs) if isinstance(structure, Structure) else tree_unflatten(specs, structure)
 
 
@@ -95,11 +96,11 @@ _PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec, Structure})
 def _leaf_spec(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return TensorSpec.of(leaf)
-    if isinstance(leaf, FunctionType | MethodType):  # a function of its own for each step does the same
+    if isinstance(leaf, FunctionType | MethodType):  # each step may make a new function of the same code
         return getattr(leaf, "__code__", type(leaf))
     compared: Any = type(leaf).__eq__
-    alone = compared is object.__eq__ and not isinstance(leaf, nn.Module | type | torch.dtype)
-    return type(leaf) if alone or isinstance(leaf, ref) else leaf
+    equals_itself_only = compared is object.__eq__ and not isinstance(leaf, nn.Module | type | torch.dtype)
+    return type(leaf) if equals_itself_only or isinstance(leaf, ref) else leaf
 
 
 def covers(planned: Any, value: Any) -> bool:
@@ -113,9 +114,9 @@ def reaches(planned: Any, value: Any) -> bool:
 
 
 def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
-    """Whether the same tensors need gradients, and all other values are equal: the graph is the same, as it seems.
+    """Whether the same tensors need gradients, and all other values are equal, so that the graph should be the same.
 
-    Without `texts`, these may differ, as names of files do in each batch: a captured graph shows whether they matter.
+    With texts=False, strings may differ, such as each batch's file names: a captured graph shows whether they matter.
     """
     return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad, texts=texts)
 
@@ -137,7 +138,7 @@ def _equal(before: Any, after: Any) -> bool:
         return bool(before == after)  # an array compares each element, and has no truth value of its own: ValueError
     except ValueError:
         return bool(np.array_equal(before, after))
-    except Exception:  # any: of a comparison of the user's
+    except Exception:  # the user's `__eq__` may raise anything
         return False
 
 
@@ -151,7 +152,7 @@ _MODE, _TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("training", "requires_grad",
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Layers, parameters, their properties, and autocast. Two states are equal if one plan serves both."""
+    """Modules, parameters, their properties, and autocast. Two states are equal if one plan serves both."""
 
     # Modules and parameters by their `id`: `==` of two parameters would compare their elements.
     modules: tuple[int, ...]
@@ -161,10 +162,9 @@ class ModelState:
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
     autocast: tuple[torch.dtype | None, ...]  # autocast's dtype on the CPU and on CUDA; None where it is off
-    opened: tuple[str, ...]  # containers of a chain that are not called: a hook or another forward closes one
-    hooks: tuple[
-        int, ...
-    ]  # on all modules of the process, for a graph: where a chain's layers are called, they are, too
+    opened: tuple[str, ...]  # containers of a chain whose layers are stages; one with a hook is a stage itself
+    # for a captured graph, hooks on all modules of the process; a chain's layers are called, and so are their hooks
+    hooks: tuple[int, ...]
     # whether a trained parameter has a gradient already: not part of the kind of step
     has_gradients: bool = field(compare=False)
 
@@ -175,7 +175,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        # Every step comes here. `modules()` and `parameters()` take longer, since they remove duplicates.
+        # Every step calls this. `modules()` and `parameters()` would take longer, since they remove duplicates.
         with at_rest(model) if dist.is_initialized() else nullcontext():
             modules: list[Any] = [model]
             parameters: list[Any] = []
@@ -183,7 +183,7 @@ class ModelState:
                 modules += [each for each in module._modules.values() if each is not None]
                 parameters += [each for each in module._parameters.values() if each is not None]
             trained = tuple(map(_TRAINED, parameters))
-            # `functional_call` may put in parameters that are no leaves, whose `grad` torch warns of.
+            # `functional_call` may put in parameters that are not leaves; torch warns if their `grad` is read.
             gradients = [each.grad if each.is_leaf else None for each in parameters]
             return cls(
                 modules=tuple(map(id, modules)),
@@ -205,11 +205,11 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A step of the model in this state on an input of this spec (`spec_of`)."""
+    """A kind of step: the state of the model, and the spec of the input (see `spec_of`)."""
 
     model: ModelState
     input: Any
-    # the batch's answers to a captured model's questions about its data; None if not known yet
+    # results of a captured model's conditions on data for this batch, such as padding; None if not known yet
     answers: tuple[bool, ...] | None = None
 
     @classmethod
@@ -217,14 +217,14 @@ class StepSpec:
         return cls(ModelState.of(model), spec_of(value))
 
     def same_step(self, other: StepSpec, *, texts: bool = True) -> bool:
-        """Whether one plan serves both, sizes aside: same state, and the same tensors need gradients."""
+        """Whether one plan serves both, except for sizes: same state, and the same tensors need gradients."""
         return self._alike(other) and same_kind(self.input, other.input, texts=texts)
 
     def identical(self, other: StepSpec) -> bool:
         """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other."""
         try:
             return self._alike(other) and bool(self.input == other.input)
-        except Exception:  # any: arrays have no truth value, and comparisons of the user's may fail
+        except Exception:  # arrays have no truth value, and the user's `__eq__` may raise anything
             return False
 
     def _alike(self, other: StepSpec) -> bool:
@@ -238,7 +238,7 @@ class ForwardArguments(NamedTuple):
 
 def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
     """Return the arguments for a tensor, tuple, dict, `ForwardArguments`, or the first batch of a `DataLoader`."""
-    if isinstance(sample, ForwardArguments):  # before tuples: it is one
+    if isinstance(sample, ForwardArguments):  # checked before tuples, since it is one
         return sample
     if isinstance(sample, DataLoader):
         with torch.random.fork_rng(devices=[]):  # the loader draws a seed for its workers
@@ -248,7 +248,7 @@ def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
             raise UnsupportedModelError(text, kind="empty_loader", name="custom_input")
         sample = tuple(batch) if isinstance(batch, list) else batch
     if isinstance(sample, str | int | float):
-        text = f"the sample is {sample!r}, and must be a tensor, a tuple or a dict; a limit is mem_limit={sample!r}"
+        text = f"the sample must be a tensor, a tuple or a dict, got {sample!r}; write a limit as mem_limit={sample!r}"
         raise UnsupportedModelError(text, kind="not_a_sample", name="custom_input")
     if isinstance(sample, dict):
         return ForwardArguments((), sample)
@@ -265,14 +265,14 @@ def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
     takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     if len(arguments) > takes and not any(each.kind == each.VAR_POSITIONAL for each in parameters):
         took = f"{len(arguments)} items, and {type(model).__name__}.forward takes {takes}"
-        text = f"drop the targets from the sample, and use them in `loss`: it has {took}"
+        text = f"drop the targets from the sample, and use them in `loss`: the sample has {took}"
         raise UnsupportedModelError(text, kind="too_many_arguments", name="custom_input", got=len(arguments))
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     """Return layers and parameters of a model as plain data; for a captured model, its modules."""
     found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
-    # For a captured model, modules are compared: its layers are unknown before it runs.
+    # For a captured model, compare modules: its layers are unknown before it runs.
     with at_rest(model):
         return {
             "layers": {name: type(layer).__name__ for name, layer in found},
@@ -325,7 +325,7 @@ def _differences(path: str, planned: Any, found: Any) -> Iterator[tuple[str, obj
 
 
 def _sharing(tensor: torch.Tensor) -> str:
-    """Say how processes share a parameter: with other processes, the local part has another size."""
+    """Describe how processes share a parameter: with another number of processes, the local part has another size."""
     if not is_dtensor(tensor):
         return ""
     return f" {' '.join(map(str, tensor.placements))} of {list(tensor.device_mesh.shape)}"

@@ -38,13 +38,13 @@ from rotor_solver import InfeasibleError, Sequence
 
 late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
 late_optimizers = WeakKeyDictionary()
-"""The undeclared optimizers that have stepped, by models without a declared one; None for those that cost them nothing.
+"""By model without a declared optimizer: the optimizers that have stepped, each with its cost, or None if it has none.
 
-Weak on both sides: neither a model nor an optimizer may live longer for being tracked.
+Weak keys on both levels: tracking must not extend the life of a model or an optimizer.
 """
 
 
-# Of each `core`, of which several planners may plan the steps.
+# Number of planned forwards and backwards of each `core`, whose steps several planners may plan.
 _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -55,7 +55,7 @@ class TrainedModel:
         self.whole = whole
         self.core = core
         self.settings = settings
-        # whether a step has shown that the caller holds outputs beside a loss
+        # whether a step has shown that the caller holds other outputs than the loss
         self.holds_outputs = False
         # the parameters that are stepped in the backward, and the optimizer's parameters at that time
         self._stepped: tuple[object, SteppedParameters] | None = None
@@ -66,7 +66,7 @@ class TrainedModel:
 
     @property
     def planned(self) -> int:
-        """How often a forward by plan has begun, or a backward through one."""
+        """The number of planned forwards, and of backwards through them, that have begun."""
         return _planned.get(self.core, 0)
 
     def note_planned(self) -> None:
@@ -74,7 +74,7 @@ class TrainedModel:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The processes that train this model together, as far as known; None for a single one."""
+        """The processes known to train this model together; None if a single process trains it."""
         if not dist.is_initialized():
             return None
         given = self.settings.process_group
@@ -117,7 +117,7 @@ class TrainedModel:
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return NONE_STEPPED
-        # Cached, since several steps ask for it, and finding the bytes of a step runs steps of a twin.
+        # Cached, since planning reads it often, and measuring the bytes of an optimizer step runs steps of a copy.
         groups = [group["params"] for group in optimizer.param_groups]
         now = tuple((id(each), each.requires_grad) for parameters in groups for each in parameters)
         if self._stepped is None or self._stepped[0] != now:
@@ -125,7 +125,7 @@ class TrainedModel:
         return self._stepped[1]
 
     def stepping(self) -> dict[str, Any] | None:
-        """Entry in a plan's file on the optimizer that steps parameters in the backward; None without one."""
+        """Describe the optimizer that steps parameters in the backward, for a plan's file; None without one."""
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return None
@@ -204,7 +204,7 @@ class TrainedModel:
             )
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
-        """Return the budget for this number of forwards in flight, if it has no room for them already."""
+        """Return the budget for this number of forwards in flight, or `budget` if it has room for them."""
         if forwards <= budget.forwards:
             return budget
         with at_rest(self.core):
@@ -219,10 +219,10 @@ class TrainedModel:
     def with_communication(self, budget: Budget) -> Budget:
         """Return the budget with room for communication between processes.
 
-        It shows late: DistributedDataParallel is known in its first forward, and whole gradients that FSDP keeps are
-        asked for from step to step (`set_requires_gradient_sync`).
+        It is not known before: DistributedDataParallel around the model shows in its first forward, and the user may
+        have FSDP keep whole gradients in any step (`set_requires_gradient_sync`).
         """
-        if not dist.is_initialized() or alone_in_a_prediction():  # there, a step shows it
+        if not dist.is_initialized() or alone_in_a_prediction():  # a simulated step shows it
             return budget
         known = budget.fixed.communication
         if (known or self.alone) and not keeps_gradients(self.core):

@@ -1,6 +1,6 @@
 """Track forwards in flight: those whose backward is still to come while another forward begins.
 
-A plan leaves room for as many as were declared or seen. If the next does not fit, it gets its own sequence that does.
+A plan leaves room for as many as were declared or seen. If one more does not fit, it follows a smaller sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rotor_solver.in_flight import Footprint, with_room_at_loss
 
 _log = logging.getLogger("rotor_py")
 
-# Steps in reverse, after which reverse order is planned for. A guess: fewer risk a wrong order and more memory.
+# Steps with backwards in reverse, after which plans rely on this order. A guess: fewer risk a wrong order and memory.
 _ENOUGH = 3
 _MOST_KNOWN = 64  # Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn.
 
@@ -41,8 +41,8 @@ class ForwardInFlight:
     sequence: Sequence
     used: bool = False
     counted: bool = False  # whether its backward has been observed
-    nodes: tuple[int, int] = (0, 0)  # of autograd that the thread had made when it began, and when it returned
-    passes: tuple[int, ...] = ()  # backward passes through it, by their numbers
+    nodes: tuple[int, int] = (0, 0)  # numbers of autograd nodes that the thread had made before and after it
+    passes: tuple[int, ...] = ()  # numbers of the backward passes through it
 
 
 class Forwards:
@@ -50,7 +50,7 @@ class Forwards:
         self._flying: list[ref[ForwardInFlight]] = []
         self._remembered: dict[Hashable, tuple[object, Any]] = {}
         self._warned = 0  # the most forwards at once that a warning has named
-        self._knows_split = False  # whether a backward for inputs only has come, with another to follow for parameters
+        self._knows_split = False  # whether a backward has computed gradients of inputs only, not of parameters
 
     def in_flight(self) -> list[ForwardInFlight]:
         """Return the forwards whose backward has not begun and whose graph is alive."""
@@ -61,7 +61,7 @@ class Forwards:
     def forward_returned(
         self, plan: StepPlan, sequence: Sequence, model: TrainedModel, output: Any, began: int | None = None
     ) -> None:
-        """Note a forward that has returned; `began` is the number of autograd's nodes before it."""
+        """Note a forward that has returned. `began`: number of autograd nodes made before it."""
         returned = torch_compat.get_sequence_nr()
         flying = ForwardInFlight(plan, sequence, nodes=(returned if began is None else began, returned))
         for tensor in tensors_in(output):
@@ -74,10 +74,10 @@ class Forwards:
         model.note_planned()
         if current_task() not in forward.passes:
             forward.passes += (current_task(),)
-            # What model and loss have made, which pass it is, and what it leaves to another: so a new phase shows.
+            # A new phase of training shows in the numbers of nodes of model and loss, in the pass, or in its modes.
             (began, returned), now = forward.nodes, torch_compat.get_sequence_nr()
             made = returned - began, now - returned
-            if torch.is_grad_enabled():  # create_graph: later plans do not recompute what it may go through
+            if torch.is_grad_enabled():  # create_graph: later plans must not recompute the stages of its graph
                 forward.plan.changed |= forward.plan.stored_by(forward.sequence)
             forward.plan.note_form((*made, len(forward.passes), retains_graph(), torch.is_grad_enabled()))
         if not (forward.used or forward.counted):
@@ -109,8 +109,8 @@ class Forwards:
             return
         stays = plan.file is not None or not model.alone
         _log.warning(
-            f"say backward_order='any' (--backward-order any): of {len(flying)} forwards of {model.name} in flight, "
-            "another than the last goes backward first, and the plan is for backwards in reverse. The step takes up to "
+            f"set backward_order='any' (--backward-order any): of {len(flying)} forwards of {model.name} in flight, "
+            "the last does not go backward first, as its plan assumes. The step takes up to "
             f"{exact_bytes(peak)}, and the limit is {exact_bytes(limit)}. "
             f"{'The plan stays as it is' if stays else 'From the next step on, the plan is for any order'}.",
             extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
@@ -139,7 +139,7 @@ class Forwards:
         return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
 
     def sequence_beside(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> Sequence:
-        """Return a sequence for a forward beside those `flying`: the plan's if it fits, or another, else warn."""
+        """Return a sequence for one more forward in flight: the plan's, or a smaller one that fits, else warn."""
         if not flying:
             return plan.followed
         count = len(flying) + 1
@@ -156,18 +156,18 @@ class Forwards:
         peak = max(running, budget.optimizer_peak_bytes)
         if peak <= limit:
             return planned
-        # Only a process that trains alone may change its sequence: several follow one, and do not see each other.
+        # Only a single process may change its sequence: several follow a common one, and see only their own forwards.
         if running > limit and model.alone and plan.found_for(model.settings):
             rest = limit - budget.fixed.total - held - budget.held_beside - budget.snapshot_bytes
             squeezed = self._squeezed(budget.chain, rest, working)
             if squeezed is not None:
                 return squeezed
-        if count > max(self._warned, plan.budget.forwards):  # else the warning came when the plan was made
+        if count > max(self._warned, plan.budget.forwards):  # otherwise the planner has warned already
             self._warned = count
             _log.warning(
                 f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and the plan leaves room, or call "
-                f"backward() after each forward of {model.name}: those in flight hold {exact_bytes(held)}, so the step "
-                f"takes up to {exact_bytes(peak)}; the limit is {exact_bytes(limit)}",
+                f"backward() after each forward of {model.name}: {count - 1} forwards in flight hold "
+                f"{exact_bytes(held)}, so the step takes up to {exact_bytes(peak)}; the limit is {exact_bytes(limit)}",
                 extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
             )
         return planned
@@ -178,14 +178,14 @@ class Forwards:
         return found
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
-        # A budget for one forward does not say what it holds outside its chain.
+        # Of a budget for several forwards: one for a single forward omits memory that it holds outside the chain.
         budget = self._budget(plan, model, 2)
         key = "footprint", id(budget), id(sequence)
         found: Footprint = self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
         return found
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
-        """Best sequence within `rest` bytes that leaves `working` of them while it waits; None if there is none."""
+        """Return the fastest sequence within `rest` bytes that leaves `working` bytes free at its loss, or None."""
 
         def solve() -> Sequence | None:
             try:
@@ -218,7 +218,7 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)
     sooner = order == "reverse" and plan.budget.forwards > 1 and plan.budget.backward_order != order
     plan.budget = replace(plan.budget, backward_order=order)
-    # A plan for any order also holds in reverse, but a faster one may be found.
+    # A plan for any order also serves backwards in reverse, but a faster one may exist.
     if plan.budget.peak_bytes(plan.followed) <= model.limit_bytes(device) and not sooner:
         return
     forwards, before = plan.budget.forwards, plan.sequence

@@ -2,14 +2,14 @@
 
 # Note [Regions of the caller]
 #
-# `torch.utils.checkpoint` saves nothing of a region, and recomputes it when its backward asks for a saved tensor, which
-# it finds by counting. The number of saved tensors depends on the plan's storage modes, and the plan may change before
-# the recompute. So the region sees nothing of a planned forward:
+# `torch.utils.checkpoint` saves no tensor of a region. When the backward needs one, it recomputes the region, and finds
+# the tensor by counting. The number of saved tensors depends on the plan's storage modes, and the plan may change
+# before the recompute. So a planned forward is hidden from the region:
 #
-#  1. The plan's saved tensors stay, as if the region ended before the model and began anew after it. If nothing else in
-#     the region needs it, the model is not recomputed.
-#  2. Otherwise the model runs a second time. No backward goes through that run: it keeps as little as possible
-#     (`NestedRecompute`).
+#  1. The plan's saved tensors stay, as if the region ended before the model and began anew after it. If the backward
+#     needs no other tensor of the region, the model is not recomputed.
+#  2. Otherwise the region recomputes the model. No backward goes through that second run, so it keeps as little as
+#     possible (`NestedRecompute`).
 #  3. Selective checkpointing counts none of the model's operators, in either run.
 #  4. In a reentrant region, the first run has no gradients and no plan. The second is an ordinary forward.
 """
@@ -42,14 +42,14 @@ innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
 
 @contextmanager
 def outer_hooks_aside() -> Iterator[None]:
-    """Hide the context from saved-tensor hooks: those of checkpoint would measure inside of measuring, without end."""
+    """Hide the context from the caller's saved-tensor hooks: checkpoint's would measure again inside of measuring."""
     with _hooks_aside(lambda pack: True):
         yield
 
 
 @contextmanager
 def outer_regions_aside() -> Iterator[bool]:
-    """Hide the context from the caller's regions, by the Note; yield whether one recomputes, from torch 2.8 on."""
+    """Hide the context from the caller's regions (see the Note); yield whether one recomputes, from torch 2.8 on."""
     with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
 
@@ -58,7 +58,7 @@ def outer_regions_aside() -> Iterator[bool]:
 def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
     """Remove the innermost hooks whose pack function satisfies `which`; yield these functions."""
     hooks: list[tuple[_Hook, _Hook]] = []
-    # Also those that are off while something is traced.
+    # `True`: also hooks that are off during tracing.
     while (found := innermost_hooks(True)) is not None and which(found[0]):
         c_autograd._pop_saved_tensors_default_hooks()
         hooks.append(found)
@@ -111,9 +111,9 @@ class NestedRecompute:
             return sequence
         self._warned = True
         _log.warning(
-            f"take {model.name} out of the region of torch.utils.checkpoint, whose backward runs it a second time "
-            f"beside {exact_bytes(held_bytes)} that its plan keeps: the step takes up to {exact_bytes(peak)}, and the "
-            f"limit is {exact_bytes(limit)}",
+            f"take {model.name} out of the region of torch.utils.checkpoint, whose backward recomputes it while its "
+            f"plan holds {exact_bytes(held_bytes)}: the step takes up to {exact_bytes(peak)}, and the limit is "
+            f"{exact_bytes(limit)}",
             extra=record_fields("second_run_over_limit", peak_bytes=peak, mem_limit=limit),
         )
         return sequence

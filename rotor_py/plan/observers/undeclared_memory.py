@@ -1,6 +1,6 @@
 """Detect undeclared memory: optimizers that a trainer makes, at their first step, and gradients kept between steps.
 
-And training that follows no plan, since it calls another method than the model itself.
+Also detect training that follows no plan, since it calls another method of the model than its forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _told: WeakSet[TrainedModel] = WeakSet()
 def wait_for_optimizers(plans: StepPlans, watched: WatchedSteps) -> None:
     """Detect every optimizer that trains the model of `plans`, before its first step allocates its state.
 
-    Those of a model that declares its optimizer are compared with its planned forwards alone.
+    If the model's optimizer is declared, only detect optimizer steps without a planned forward.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_about_to_step))
@@ -50,7 +50,7 @@ def wait_for_optimizers(plans: StepPlans, watched: WatchedSteps) -> None:
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Steps of our own have one of a model's planners not watch them.
+    # This library's own steps use a planner with watch=False; it exempts the model from the warning below.
     unwatched = [model.core for model in _followed if model.settings.watch is False]
     for model in list(_followed):
         passes_by = _passes_by(optimizer, model)
@@ -64,7 +64,7 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool | None:
-    """Whether it is about to step `model` with gradients that no planned forward has led to; None for other models."""
+    """Whether `optimizer` is about to step `model` without a planned forward; None if it trains other models."""
     known, now = _followed[model], model.planned
     if optimizer not in known:
         known[optimizer] = 0 if _trained_by(optimizer, model) else None
@@ -76,7 +76,7 @@ def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool | 
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether its gradient is more than the zeros that `zero_grad(set_to_none=False)` leaves."""
+    """Whether a parameter has a gradient other than the zeros that `zero_grad(set_to_none=False)` leaves."""
     parts = [] if parameter.grad is None else dense_parts(parameter.grad)
     return any(not has_values(each) or bool(each.any()) for each in parts)
 
@@ -89,8 +89,8 @@ def _trained_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> list[t
 def _warn_of_no_plan(model: TrainedModel) -> None:
     _told.add(model)
     _log.warning(
-        f"an optimizer steps {model.name} without a planned forward since its last step: another method of the model "
-        "(a loss, log_prob, encode, ...) follows no plan. Call the model itself, or wrap the part that the method "
+        f"an optimizer steps {model.name} without a planned forward since its last step: other methods of the model "
+        "(a loss, log_prob, encode, ...) follow no plan. Call the model itself, or wrap the part that the method "
         "calls: model.body = Checkpointable(model.body, ...).",
         extra=record_fields("plan_not_followed", name=model.name),
     )
@@ -98,7 +98,7 @@ def _warn_of_no_plan(model: TrainedModel) -> None:
 
 def _detect(optimizer: torch.optim.Optimizer) -> None:
     for plans in [each for each in _waiting if optimizer not in late_optimizers[each.model]]:
-        # Before anything is found out: each optimizer is inspected in its first step only.
+        # Note it before inspecting it: each optimizer is inspected only once, at its first step.
         late_optimizers[plans.model][optimizer] = None
         if not _trained_by(optimizer, plans.model):
             continue
@@ -108,7 +108,7 @@ def _detect(optimizer: torch.optim.Optimizer) -> None:
             _log.warning("%s", error, extra=fields_of(error))
         else:
             known = late_optimizers[plans.model]
-            known.update(dict.fromkeys(with_inner(optimizer)))  # it steps these, and counts them
+            known.update(dict.fromkeys(with_inner(optimizer)))  # inner optimizers, whose state its cost includes
             known[optimizer] = cost
             plans.optimizer_detected()
 
@@ -131,7 +131,7 @@ class KeptGradients:
         known, self._known = self._known, (plan.followed, limit)
         if self._known == known:
             return
-        # Together: the gradients that exist, and those that the backward makes by plan. No step takes more.
+        # An upper bound: the gradients that exist, plus those that the backward makes by plan.
         kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False, stepped=self._model.stepped())
         peak = kept.peak_bytes(plan.followed)
         if peak <= limit:
@@ -146,7 +146,7 @@ class KeptGradients:
                 remedy = "It was planned again with gradients that are kept."
         _log.warning(
             f"{self._model.name} has gradients when a step begins, despite fresh_grads=True: call zero_grad() before "
-            f"the forward, or leave fresh_grads off. Beside them a step may take {exact_bytes(peak)}, and the limit is "
+            f"the forward, or leave fresh_grads off. With them, a step may take {exact_bytes(peak)}, and the limit is "
             f"{exact_bytes(limit)}. {remedy}",
             extra=record_fields("kept_gradients", peak_bytes=peak, mem_limit=limit),
         )

@@ -1,7 +1,7 @@
 """Watch steps: measure memory from a step's first forward to the end of its last backward, the caller's loss included.
 
-Memory outside the model shows only there: after an overrun, the plan is solved again. A forward that begins while
-others are in flight joins their step. Predicted plans are compared with their first step on the device.
+Only such a watch shows memory outside the model: after an overrun, the planner solves again. A forward that begins
+while others are in flight joins their step. Predicted plans are compared with their first step on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ watched."""
 
 
 _LATER = (10, 100, 1000)
-"""Steps of a plan that are watched again on the CPU, and every thousandth after them: losses grow in later phases."""
+"""Steps of a plan watched again on the CPU, as is every later thousandth: losses may grow in later phases."""
 
 
 class _Alive:
@@ -47,7 +47,7 @@ class _Alive:
 
 
 class _Owned:
-    """A forward's token, until its last backward pass."""
+    """A forward's reference to the step's token, which its last backward pass drops."""
 
     __slots__ = ("__weakref__", "task", "token")
 
@@ -82,11 +82,11 @@ class WatchedStep:
         self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
-        """Let a forward by `plan`, with `in_flight` others, join the step; False if it is over, or has no end."""
+        """Let a forward by `plan`, one of `in_flight`, join the step; return False if the step is over, or endless."""
         if self._token is None or self._token() is None:
             return False
         if self.forwards == _MOST_FORWARDS:
-            self._plan.watched = self._sequence  # the next one would not end, either
+            self._plan.watched = self._sequence  # do not watch the next step, which would not end, either
             return False
         self._most = max(self._most, in_flight)
         self._one_plan = self._one_plan and plan is self._plan
@@ -97,7 +97,7 @@ class WatchedStep:
         token = None if self._token is None else self._token()
         if token is None:
             if self.forwards:
-                return  # its other forwards were dropped while this one ran, so it is over
+                return  # the step is over: its other outputs were dropped while this forward ran
             token = _Alive()
             self._token = weakref.ref(token)
             # The step is over when the last owner releases the token: with its last backward pass, or without one if
@@ -114,8 +114,8 @@ class WatchedStep:
             # The hook belongs to the graph: if the output is dropped, the hook goes, and the token with it.
             tensor.register_hook(partial(self._gradient_arrived, owned, held))
 
-    def let_go(self) -> None:
-        """End it where only graphs that passes retain go on."""
+    def drop_retained(self) -> None:
+        """End the step if only retained graphs keep it going."""
         for each in self._retained:
             if (owned := each()) is not None:
                 owned.token = None
@@ -123,14 +123,14 @@ class WatchedStep:
         self._stop_waiting()
 
     def _wait_for_last_pass(self, token: _Alive) -> None:
-        """Let gradients of parameters end the step: a pass through graphs of gradients need not reach the output."""
+        """Let a parameter gradient end the step: a second-order backward need not pass through the model's output."""
         trained = [each for each in self._model.core.parameters() if each.requires_grad]
         if not self._differentiated and trained:
             self._differentiated.append(token)
             self._waiting = register_multi_grad_hook(trained, self._gradient_of_parameter, mode="any")
 
     def _gradient_of_parameter(self, gradient: torch.Tensor) -> None:
-        if self._differentiated and not retains_graph():  # as the pass does that makes these graphs
+        if self._differentiated and not retains_graph():  # the first-order backward retains its graph
             torch_compat.queue_callback(partial(self._pass_done, self._differentiated.pop(), None))
 
     def _stop_waiting(self) -> None:
@@ -157,7 +157,7 @@ class WatchedStep:
 
     def _pass_done(self, token: _Alive, held: Callable[[], bool] | None) -> None:
         self._done += 1
-        # Ask now, when the pass is over: before, the graph itself may have held the outputs.
+        # Check outputs now, when the pass is over: before, the graph itself may have held them.
         self._outputs_held = self._outputs_held or (held is not None and held())
         self._in_first_pass = self._in_first_pass or self._backwards
         self.watch.mark(f"after {self._done}")
@@ -174,15 +174,15 @@ class WatchedStep:
         if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
             return  # another sequence was found meanwhile, or will be: extra forwards are detected separately
         if plan.overruns > _MOST_OVERRUNS and peak_bytes <= (1 + MARGIN) * plan.told_bytes:
-            return  # told already, in this form or another
+            return  # an earlier warning has named a peak about as large
         if self._one_plan:
             compare_with_prediction(peak_bytes, plan, self._model)
             if plan.prediction_holds is False:
-                return  # measured, so there is no prediction to correct
+                return  # the next forward measures, so the prediction need not be corrected
             loss, held = self._loss(phases), self._outputs_held
             account_for(loss, peak_bytes, self._limit_bytes, plan, self._model, outputs_held=held)
         elif peak_bytes > self._limit_bytes:
-            # Nothing says which of the plans to change.
+            # It is unknown which of the plans to change.
             plan.overruns, plan.told_bytes = plan.overruns + 1, max(plan.told_bytes, peak_bytes)
             more = (
                 " Its forwards follow several plans, so these stay as they are: training goes on, beyond the limit. "
@@ -195,18 +195,18 @@ class WatchedStep:
         *before, last = (phases[name] for name in self._losses)
         rise = sum(phase.kept for phase in before) + last.rise
         kept = sum(phase.kept for phase in (*before, last))
-        alone = max((phase.rise for phase in before), default=0)
-        return Phase(0, max(alone, -(-rise // self._in_first_pass)), -(-kept // self._in_first_pass))
+        earlier = max((phase.rise for phase in before), default=0)
+        return Phase(0, max(earlier, -(-rise // self._in_first_pass)), -(-kept // self._in_first_pass))
 
 
 _MOST_OVERRUNS = 1
-"""Overruns that are planned for; one more is logged, and later ones if they need more than all that were told of."""
+"""Overruns after which the planner solves again. One more only logs a warning, as do later ones with a larger peak."""
 
 
 class WatchedSteps:
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
-        # the last step; its outputs' graphs keep it and its plan alive
+        # the last step; the graphs of its outputs keep it and its plan alive
         self._step: weakref.ref[WatchedStep] | None = None
         self._watch: StepWatch | None = None
         self._running: WatchedStep | None = None
@@ -219,16 +219,16 @@ class WatchedSteps:
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
             if self._watch is not None:
-                self._watch.stop()  # it ended long ago, or its end is unknown
+                self._watch.stop()  # the last step ended long ago, or its end is unknown
             step = None if in_flight else self._begin(plan, value)
             self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
         self._running = step
 
     def end_retained(self) -> None:
-        """End a step whose graph passes have retained: an optimizer steps, or the next forward begins."""
+        """End a step with a retained graph, when an optimizer steps or the next forward begins."""
         step = None if self._step is None else self._step()
         if step is not None:
-            step.let_go()
+            step.drop_retained()
 
     def forward_failed(self) -> None:
         self._running = None
@@ -240,7 +240,7 @@ class WatchedSteps:
         if asked is False:
             return None
         plan.steps += 1
-        # Every step on CUDA asks for it, and inspecting all parameters would take longer than watching does.
+        # Cache the device: on CUDA, every step needs it, and inspecting all parameters takes longer than the watch.
         if self._device is None or self._device[0] is not plan:
             self._device = plan, self._model.device_of(plan.input_spec)
         device, present_bytes = self._device[1], 0
@@ -251,25 +251,25 @@ class WatchedSteps:
         if plan.unlimited(self._model.settings):
             return None
         if device.type == "cpu":
-            there = gradients_of(self._model.core.parameters())
-            present_bytes = self._present_bytes(plan, value, there, device)
-            # A sparse gradient that adds up is replaced, too: both exist meanwhile.
-            gradients = _weakly(each for each in there if each.layout == torch.strided)
+            present = gradients_of(self._model.core.parameters())
+            present_bytes = self._present_bytes(plan, value, present, device)
+            # Without sparse gradients: accumulation replaces these, and both exist meanwhile.
+            gradients = _weakly(each for each in present if each.layout == torch.strided)
         limit = self._model.limit_bytes(device)
         watch = watch_step(device, present_bytes, limit)
         return None if watch is None else WatchedStep(watch, self._model, plan, limit, gradients)
 
     def _present_bytes(self, plan: StepPlan, value: Any, gradients: list[torch.Tensor], device: torch.device) -> int:
-        """Return the bytes that a step on the CPU finds at its begin: no counter has them."""
+        """Return the bytes in memory when a step on the CPU begins, which no counter of PyTorch knows."""
         core = self._model.core
         present = [*core.parameters(), *core.buffers(), *gradients, *tensors_in(value)]
-        # A caller holds the last output until the new one exists. And the first step has no optimizer state yet, but is
-        # compared as later steps are.
+        # The caller may hold the last output until the new one exists. Optimizer state counts even if only the first
+        # step will make it, so that all steps compare alike.
         outputs = sum(storage.nbytes() for each in self._outputs if (storage := each()) is not None)
-        here = storage_bytes(tensor for tensor in present if tensor.device == device)
+        on_device = storage_bytes(tensor for tensor in present if tensor.device == device)
         if self._model.settings.step_in_backward is not None:
-            return here + outputs + optimizer_cost(self._model.settings.step_in_backward).present_bytes
-        return here + outputs + plan.budget.fixed.optimizer
+            return on_device + outputs + optimizer_cost(self._model.settings.step_in_backward).present_bytes
+        return on_device + outputs + plan.budget.fixed.optimizer
 
     def forward_returned(self, output: Any) -> None:
         step, self._running = self._running, None
@@ -290,17 +290,17 @@ def _most_alive(storages: list[weakref.ref[torch.UntypedStorage]], nbytes: int) 
 
 
 _WORTH_SAYING = 10
-"""Share of an overrun from which a cause is named. A guess: a wrong one only changes the text of a warning."""
+"""A warning names each cause of at least a tenth of the overrun. A guess, which only changes the warning's text."""
 
 
 def account_for(
     loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel, *, outputs_held: bool
 ) -> None:
-    """Count the bytes of a step and of `loss`, the phase after its forward. Above `limit`, warn, or also solve anew.
+    """Add the measured bytes of a step, and of its `loss` phase, to the budget; above `limit`, warn and solve again.
 
-    `outputs_held`: the caller has held outputs beside the loss.
+    `outputs_held`: the caller has held other outputs than the loss.
     """
-    plan.store_changed(model.settings)  # no other plan may recompute these stages
+    plan.store_changed(model.settings)  # before solving: the next plan must store these stages
     measurement, budget = plan.measurement, plan.budget
     assert plan.sequence is not None
     before = budget.peak_bytes(plan.sequence)
@@ -309,13 +309,13 @@ def account_for(
         measurement = replace(measurement, outputs_held=True, output_held=True)
         budget = budget.with_outputs_held(plan.measurement, measurement, fresh_gradients=plan.fresh_gradients)
     planned, gradient, dropped = measurement.loss, budget.chain.activation[-1], measurement.dropped_bytes
-    # As `measure_loss` counts it: the gradient of the output is part of the chain, and dropped outputs are gone.
+    # As `measure_loss` does, leave out the output's gradient, which the chain counts, and add outputs freed meanwhile.
     rise, kept = (loss.rise and loss.rise + dropped) - gradient, loss.kept + dropped - gradient
     temp, kept = max(planned.temp_bytes, rise), max(planned.kept_bytes, kept)
     found = replace(planned, temp_bytes=temp, kept_bytes=kept)
     if found == planned and not outputs_held and peak_bytes <= limit:
         return
-    limit = max(limit, before)  # a plan may exceed it, as its warning said
+    limit = max(limit, before)  # a plan may exceed the limit, after a warning
     measurement = replace(measurement, loss=found)
     budget = budget.with_found(measurement, kept - planned.kept_bytes, fresh_gradients=plan.fresh_gradients)
     # Bytes that the loss does not explain count as held throughout the step.
@@ -328,8 +328,8 @@ def account_for(
     outputs_bytes = measurement.held_bytes + measurement.other_outputs if outputs_held else 0
     if outputs_held:
         of_outputs = (
-            f" It holds {format_bytes(outputs_bytes)} of outputs beside the loss through its backward: keep the loss "
-            "alone (loss = model(...).loss, or del output), and they are freed before."
+            f" It holds {format_bytes(outputs_bytes)} of outputs other than the loss through its backward: keep only "
+            "the loss (loss = model(...).loss, or del output), and they are freed before."
         )
         if peak <= limit and not model.holds_outputs:
             name, extra = type(model.core).__name__, record_fields("outputs_held", outputs_bytes=outputs_bytes)
@@ -347,8 +347,8 @@ def account_for(
     if other > least:
         rest = f", or write mem_limit={limit - other}" if other < limit else ""
         of_others = (
-            f" {format_bytes(other)} more are held than was known, such as other inputs and outputs, or graphs of "
-            f"gradients: let go of them{rest}."
+            f" It holds {format_bytes(other)} that the plan does not count, such as other inputs and outputs, or "
+            f"graphs of gradients: free them{rest}."
         )
     plan.overruns, plan.told_bytes = plan.overruns + 1, max(plan.told_bytes, peak_bytes)
     remedy = plan.why_it_stays(model)
@@ -379,12 +379,12 @@ def _warn_over_limit(model: TrainedModel, peak: int, limit: int, more: str, **nu
 
 
 MARGIN = 0.05
-"""Share of a predicted peak, or of one told of, by which a step may differ unnoticed. A guess: transformers differ by
-less than a hundredth, convolutions by more where a library takes much memory for itself. Too small costs a needless
-measurement, too large hides a wrong prediction."""
+"""Share of a predicted or reported peak by which a step may differ without a warning. A guess: transformers differ by
+less than a hundredth, convolutions by more if a library allocates much memory. A smaller margin costs needless
+measurements, a larger one hides wrong predictions."""
 _MOST_ASKED = 16
-"""Forwards in which processes exchange what they have seen. A guess: the first step is watched and shows it. Too few,
-and a wrong prediction stays in use."""
+"""Forwards in which processes exchange whether the prediction holds. A guess: the first watched step shows it. With too
+few, a wrong prediction stays in use."""
 
 
 def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
@@ -397,16 +397,16 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
         budget.fixed.total + budget.before_bytes,
         budget.beside_chain(plan.sequence) + simulate(budget.chain, plan.sequence).peak,
     )
-    # In a first step, kept gradients are only made then. A watch on the CPU counts the state that an optimizer will
-    # make when it steps; on CUDA that state is not there yet.
+    # The first step only makes the gradients that later steps find. On the CPU, a watch already counts the state that
+    # an optimizer will make when it steps; on CUDA, it does not.
     on_cpu = model.device_of(plan.input_spec).type == "cpu"
     missing = budget.fixed.gradients + (0 if on_cpu else budget.fixed.optimizer)
     plan.prediction_holds = (1 - MARGIN) * expected - missing <= peak_bytes <= (1 + MARGIN) * expected
     if plan.prediction_holds:
         return
     _log.warning(
-        "the plan was predicted for %s, and a training step of %s takes %s where %s were predicted. It is measured "
-        "here, and planned again, at the next step%s.",
+        "the plan was predicted for %s, and a training step of %s takes %s instead of the predicted %s. The model is "
+        "measured here, and planned again, at the next step%s.",
         plan.file.predicted_for,
         type(model.core).__name__,
         exact_bytes(peak_bytes),
@@ -417,10 +417,10 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
 
 
 def disproved(plan: StepPlan, model: TrainedModel, *, as_large: bool) -> bool:
-    """Whether a step has disproved the prediction, so that the model is measured now.
+    """Whether a step has disproved the prediction of `plan`, so that the model has to be measured now.
 
-    Either all processes measure or none. They exchange results in the forwards after the first, and measure once any
-    has a wrong prediction and all have a batch `as_large` as the plan's: a larger one would be refused later.
+    Either all processes measure or none. They exchange results in the forwards after the first, and measure as soon as
+    one has a wrong prediction and all have a batch `as_large` as the plan's: measured on less, a plan would refuse it.
     """
     if plan.file is None or plan.file.predicted_for is None:
         return False
