@@ -49,7 +49,7 @@ def rotor(
     """
     chosen = options or {}
     if unknown := sorted(chosen.keys() - set(_OPTIONS)):
-        message = f"{unknown[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}"
+        message = f"an option of the backend rotor must be one of {', '.join(_OPTIONS)}, got {unknown[0]!r}"
         raise InvalidValueError(message, kind="unknown_option", name=unknown[0])
     settings = Settings(**chosen)
     if settings.mem_limit is not None:

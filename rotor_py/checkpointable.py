@@ -166,7 +166,7 @@ class Checkpointable(PlannedModel):
             message = "the model is a Checkpointable already; wrap it once"
             raise UnsupportedModelError(message, kind="wrapped_twice", name="model")
         if not isinstance(model, nn.Module):
-            message = f"the model is {what_it_is(model)}; it has to be a torch.nn.Module"
+            message = f"the model must be a torch.nn.Module, got {what_it_is(model)}"
             raise UnsupportedModelError(message, kind="not_a_module", name="model")
         settings = Settings(
             mem_limit=mem_limit,

@@ -90,8 +90,8 @@ class StageChangedError(InvalidStateError):
 
     def __init__(self, name: str, what: str, was: object, now: object) -> None:
         super().__init__(
-            f"{shortened(what)} of stage {name!r} was {shortened(was)} in the forward and is {shortened(now)} now, and "
-            "the stage is recomputed in the backward; change it before the forward or after the backward "
+            f"{shortened(what)} of stage {name!r} was {shortened(was)} in the forward and is {shortened(now)} now, so "
+            "the backward cannot recompute the stage; change it only before the forward or after the backward "
             "(optimizer.step() too). From the next step on, the plan stores this stage",
             kind="stage_changed",
             name=name,
@@ -113,7 +113,7 @@ class CheckpointLimitError(DescribedError, ValueError):
     def __init__(self, layer: int, max_checkpoints: int) -> None:
         super().__init__(
             f"layer {layer} would be checkpoint {max_checkpoints + 1}, and max_checkpoints is {max_checkpoints}; raise "
-            "it, keep every n-th layer for a larger n, or call clear() first",
+            "max_checkpoints, keep every n-th layer for a larger n, or call clear() first",
             layer=layer,
             max_checkpoints=max_checkpoints,
         )
@@ -128,8 +128,8 @@ class MissingCheckpointError(DescribedError, ValueError):
 
     def __init__(self, layer: int) -> None:
         super().__init__(
-            f"nothing is kept at layer {layer} or before, nor the network's input, so its output cannot be computed "
-            "again; run checkpointed_forward first, or save a checkpoint before it",
+            f"layer {layer} cannot be recomputed: neither a checkpoint at or before it nor the network's input is "
+            "stored; run checkpointed_forward first, or save a checkpoint at or before this layer",
             layer=layer,
         )
         self.layer = layer

@@ -1,4 +1,4 @@
-"""Keep the saved tensors of a stage in another form, and restore them for the backward."""
+"""Keep the saved tensors of a stage in another form (packed, rounded, offloaded), and restore them for the backward."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from rotor_py.stage.saved_tensors import (
     tensor_of,
 )
 
-# One kept storage, its readers, and the views of it that autograd holds. Rules: see the Note below.
+# One saved storage, the nodes that read it, and the views of it that autograd holds. Rules: see the Note below.
 
 
 class KeptStorage:
-    """One saved storage in its current form. All tensors that autograd saves of it share and keep this object."""
+    """One saved storage in its current form. All saved tensors that are views of it share this object."""
 
     __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "need", "undecided")
 
     def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
         self.kept: Saved = SavedAsItIs(tensor)
-        self.need = need  # strictest need of its known readers
-        self.undecided: set[int] = set()  # sequence numbers of further nodes that saved it and may need its numbers
+        self.need = need  # strictest need of the nodes known to read it
+        self.undecided: set[int] = set()  # sequence numbers of nodes that saved it, whose need is not known yet
         self.dtype = tensor.dtype
-        self._writes = tensor.detach()  # empty tensor that shares the version counter of the saved one
+        self._writes = tensor.detach()  # made empty; shares the version counter of the saved tensor
         self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._given: StorageWeakRef | None = None
 
     def keep_as_it_is(self, tensor: torch.Tensor) -> None:
-        """Save it unchanged from now on. `tensor` is the storage or a view of it."""
+        """Keep the storage unchanged from now on. `tensor` is the storage or a view of it."""
         self.kept, self._given = SavedAsItIs(tensor), None
 
     def read_by(self, node: int | None) -> None:
-        """Note that a node has saved it and may need its numbers; None if it certainly needs them."""
+        """Note that a node has saved the storage. `node` is None if it certainly needs the numbers."""
         if node is None:
             self._needs(Need.NUMBERS)
         elif self.need is not Need.NUMBERS:
@@ -81,11 +81,11 @@ class KeptStorage:
         return made
 
     def _still_held(self) -> torch.Tensor | None:
-        """Return the last restored tensor if a reader still holds it (Rule 8)."""
-        # By storage: nodes hold views, and the tensor that they were made of is gone.
+        """Return the last restored tensor if a node still holds it (Rule 8)."""
+        # Compare storages: nodes hold views, and the tensor of which these were made is freed.
         if self._given is None or self._given.expired():
             return None
-        # Another thread may release it in between.
+        # Another thread may have released the storage in the meantime.
         storage: torch.UntypedStorage | None = torch_compat.new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
@@ -103,40 +103,40 @@ class SavedView:
         return self._storage.tensor().as_strided(*self._view)
 
 
-# Note [What is kept in another form]
+# Note [Saved tensors in another form]
 #
-#  1. Storages, not tensors: autograd saves several views of one storage, and one tensor for several nodes. The form
-#     gets each storage once, as a flat tensor of all its elements. Views are recreated from the restored storage.
-#  2. Only memory that saving would add. Parameters, buffers and inputs of the stage (`untouched`) are saved unchanged.
-#     So are its outputs, since the next stage reads them; they are known when the run ends (`spare`).
-#  3. Only plain strided storages of at least `LEAST_BYTES`: no DTensor, sparse or lazily conjugated tensors. A second
-#     view of a storage in another dtype is saved unchanged, since the restored bits may differ.
+#  1. A form gets storages, not tensors: autograd saves several views of one storage, and one tensor for several nodes.
+#     It gets each storage once, as a flat tensor of all its elements. Views are recreated from the restored storage.
+#  2. A form gets only memory that saving would add. Parameters, buffers and inputs of the stage (`untouched`) are saved
+#     unchanged. So are its outputs, since the next stage reads them; they are known when the run ends (`spare`).
+#  3. A form gets only plain strided storages of at least `LEAST_BYTES`: no DTensor, sparse or lazily conjugated tensor.
+#     A second view of a storage in another dtype is saved unchanged, since the restored bits may differ.
 #  4. Autograd may save a tensor before it is filled: RReLU saves its noise, then draws it. So a tensor is converted
 #     when the next node saves something or the run ends, unless it was written to in between.
 #  5. Two views share memory only if writes to one count as writes to the other. An RNN cell writes to parts of a
 #     storage with separate version counters, and saves each part when it is written.
 #  6. A tensor saved unchanged is checked for in-place writes when it is read: with hooks, autograd does not check.
-#  7. Nothing here refers to the graph: an output saved with its history would keep its own node alive.
-#  8. Only readers hold a restored tensor, and share it while they do. It is not cached for later readers.
-#  9. Autograd calls only the innermost hooks. Those of a stage stored in part ask for the form around them.
+#  7. No object here refers to the graph: an output saved with its history would keep its own node alive.
+#  8. Only nodes that read a restored tensor hold it, and share it meanwhile. It is not cached for later nodes.
+#  9. Autograd calls only the innermost hooks. Those of a stage stored in part pass their tensors to the form around.
 # 10. Autograd attaches the history to the restored tensor. So `create_graph=True` works, as precisely as the form.
-# 11. ReLU needs only the sign of its result, leaky ReLU that of its input; a form may keep the sign alone if no other
+# 11. ReLU needs only the sign of its result, leaky ReLU that of its input; a form may keep only the sign if no other
 #     node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own result,
 #     else when a later tensor computed from it is saved or the run ends. Until then the tensor stays unchanged, and a
 #     run that may end early goes on. If the node remains unknown, the numbers are needed.
-# 12. A tensor that a form declines is offered to the form of the enclosing run: what packing leaves may be offloaded.
+# 12. A tensor that a form declines is offered to the form of the enclosing run: unpacked tensors may be offloaded.
 
-# Minimum bytes of a storage, one page. Smaller ones are saved unchanged: a call would cost more than it spares.
+# Minimum bytes of a storage, one page. Smaller ones are saved unchanged: calls take time, and would save little.
 LEAST_BYTES = 4096
 
 
 class Form(Protocol):
-    """A form in which saved tensors are kept. It may also have `keep_sign` (see `compression.Packed`)."""
+    """A form in which to keep saved tensors. It may also have the method `keep_sign` of `compression.Packed`."""
 
     def keep(self, memory: torch.Tensor) -> Saved | None:
-        """Keep `memory`, the flat tensor of all elements of a storage. None declines: it is saved unchanged.
+        """Keep `memory`, the flat tensor of all elements of a storage; return None to save it unchanged.
 
-        The result must not hold `memory` longer than copying takes, since autograd then releases it.
+        The result may hold `memory` only while copying it, so that it is freed afterwards.
         """
 
 
@@ -144,7 +144,7 @@ class Keeping:
     """Context for one run of a stage whose saved tensors are kept in a form.
 
     `untouched` tensors are in memory anyway: parameters, buffers and inputs of the stage. A form that does not read
-    values also keeps fake tensors, by which a device is predicted. `seen` receives address and bytes of all storages.
+    values also gets fake tensors, as in predictions for another device. `seen` gets address and bytes of all storages.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Keeping:
         self._seen = seen
         self._least_bytes = least_bytes
         self._reads_values = reads_values
-        # By address. The weak references keep other storages from reusing the addresses.
+        # By address, which the weak references keep other storages from reusing.
         concerned = filter(self._concerns, untouched)
         self._untouched = {ref.cdata: ref for ref in (StorageWeakRef(each.untyped_storage()) for each in concerned)}
         self._references: dict[int, StorageWeakRef] = {}
@@ -202,14 +202,14 @@ class Keeping:
 
     @property
     def undecided(self) -> bool:
-        """Whether a tensor is still unchanged because its need is unknown (Rule 11)."""
+        """Whether a tensor is still unchanged because its nodes' need is unknown (Rule 11)."""
         return any(kept.undecided for kept in self._waiting())
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """Return the object to save in place of `tensor`. `for_numbers`: a computation reads it, not only autograd."""
+        """Return the object to save instead of `tensor`. `for_numbers`: a recompute, not only autograd, reads it."""
         if self._seen is not None and (is_plain(tensor) or is_fake(tensor)):
             self._seen.update(storages([tensor]))
-        # Sharded parameters are gathered in the run, so unknown before.
+        # Gathered parameters of a sharded model appear only during the run, so they are not in `untouched`.
         concerned = self._concerns(tensor) and not isinstance(tensor, nn.Parameter)
         concerned = concerned and not isinstance(tensor._base, nn.Parameter)
         node, kept = last_node(), self._known(tensor) if concerned else None
@@ -232,7 +232,7 @@ class Keeping:
         kept.read_by(node)
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Resolve the needs of saved tensors from the nodes behind `tensors`: at the end, the outputs of the run."""
+        """Find the needs of saved tensors among the nodes behind `tensors` (at the end, the outputs of the run)."""
         undecided = {number for kept in self._waiting() for number in kept.undecided}
         if undecided:
             found = nodes_behind(tensors, undecided)
@@ -257,7 +257,7 @@ class Keeping:
         return is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, node: int | None) -> KeptStorage | None:
-        """Register the storage behind `tensor`, saved by `node`, or by one that certainly needs the numbers (None)."""
+        """Register the storage behind `tensor`, saved by `node` (None: by one that certainly needs the numbers)."""
         storage = tensor.untyped_storage()
         if self._is_untouched(tensor):
             return None
@@ -281,7 +281,7 @@ class Keeping:
         return next((each for each in known if each.counts_writes_to(tensor)), None)
 
     def _give_fresh(self, *, at_the_end: bool = False) -> None:
-        """Convert the storages saved by a node that has run (Rule 4)."""
+        """Give the form the storages saved by a node that has run (Rule 4)."""
         waiting = list(self._waiting())
         self._fresh = [ref(found) for found in waiting if found.undecided and not at_the_end]
         for found in waiting:

@@ -1,4 +1,4 @@
-"""Keep saved tensors in fewer bytes: packed without loss, or rounded if `keep=` asks for it."""
+"""Keep saved tensors in fewer bytes: packed without loss, or rounded if the user sets `keep=`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Converted:
 
 # Booleans packed as bits, eight to a byte.
 #
-# Eight booleans, a byte each, are read as one 64-bit integer. A multiplication gathers their lowest bits in its highest
-# byte; another spreads a byte, and a mask takes one bit of each copy: a few vectorized passes over n/8 integers.
+# Eight booleans, a byte each, are read as one 64-bit integer. To pack, a multiplication gathers their lowest bits in
+# its highest byte. To unpack, another copies a byte eight times, and a mask takes a different bit of each copy.
 
-# byte i times byte 7 - i of this, 2**i, adds up in the highest byte; no sum carries into another byte
+# byte 7 - i is 2**i: times byte i of the booleans, it adds bit i to the highest byte; no sum carries into another byte
 _GATHER = 0x0102040810204080
 _COPIES = 0x0101010101010101
 _ONE_OF_EACH = 0x8040201008040201 - 2**64  # bit i of byte i, as a signed integer
@@ -67,8 +67,8 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
     return values
 
 
-# Inexact forms decline saved tensors this much smaller than the input: per-row statistics, such as a mean or a
-# logsumexp, from which a whole row is computed. The smallest attention heads have 32 numbers in a row.
+# Inexact forms decline saved tensors smaller than the input by this factor: per-row statistics, such as a mean or a
+# logsumexp, from which whole rows are computed. The smallest attention heads have 32 numbers in a row.
 _STATISTICS = 16
 # Minimum share of the saved bytes that a form must spare to be worth measuring; larger in a stage stored in part.
 _LEAST_SHARE = 0.02
@@ -81,7 +81,7 @@ class SmallerKept(Saved, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FormKeeper(Keeper):
-    """Keeper that stores the saved tensors of a stage in a form, which takes fewer bytes of the same memory."""
+    """Keeper that stores the saved tensors of a stage in `form`, in fewer bytes on the same device."""
 
     form: Packed
 
@@ -90,7 +90,7 @@ class FormKeeper(Keeper):
         return self.form.name
 
     def suits(self, function: Callable[..., Any]) -> bool:
-        # Hooks do not see what compiled code saves.
+        # Saved-tensor hooks do not see the tensors that compiled code saves.
         return offers_of(function).saves_through_hooks
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
@@ -105,7 +105,7 @@ class FormKeeper(Keeper):
     def keeping_in(
         self, form: Form, function: Callable[..., Any], value: Any, seen: dict[int, int] | None = None
     ) -> Keeping:
-        """Return the context for a run on `value` whose tensors are kept in `form`."""
+        """Return the context for a run on `value` whose saved tensors are kept in `form`."""
         inputs = tensors_in(value)
         largest = max((each.untyped_storage().nbytes() for each in inputs), default=0)
         least = LEAST_BYTES if self.form.exact else max(LEAST_BYTES, largest // _STATISTICS)
@@ -132,16 +132,16 @@ class _FormTrial(Trial):
             saved = sum(plain for plain, _ in tried.storages.values())
             spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
             self.pays = spared >= _LEAST_SHARE * saved and spared > 0
-            there = storages(tensors_in([value, output, owned_tensors(self._function)]))
-            self.saved_bytes = sum(size for address, size in seen.items() if address not in there)
-            tried.memory.clear()  # the graph keeps `tried` alive
+            present = storages(tensors_in([value, output, owned_tensors(self._function)]))
+            self.saved_bytes = sum(size for address, size in seen.items() if address not in present)
+            tried.memory.clear()  # release it now: the graph keeps `tried` alive
             return output
 
         return watched
 
 
 class _Tried:
-    """A form that keeps nothing and records the bytes of another form."""
+    """A form that changes no saved tensor, and records the bytes that another form would take."""
 
     def __init__(self, form: Packed) -> None:
         self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes in the other form)
@@ -160,18 +160,18 @@ class _Tried:
         self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes
 
 
-# Lossless packing. Three kinds of tensors pack whatever the batch holds, so a measurement is valid for every step:
-# booleans, as bits; int64 indices, such as those of max pooling, in 8 to 32 bits; and dropout masks, which on a CPU are
-# floating tensors of 0 and 1/(1 - p). Other tensors may be packable by chance in one step and are saved unchanged.
+# Lossless packing. Three kinds of tensors pack in every step, so their measurement is valid for all: booleans, as bits;
+# int64 indices, such as those of max pooling, in 8 to 32 bits; and dropout masks, which on a CPU are floating tensors
+# of 0 and 1/(1 - p). Other tensors may be packable by chance in one step; they are saved unchanged.
 #
-# The result of ReLU and the input of leaky ReLU shrink to sign bits where no other node needs the numbers: before
-# dropout and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows needs them.
+# The result of ReLU and the input of leaky ReLU shrink to sign bits if no other node needs the numbers: before dropout
+# and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows does need them.
 
-# From the narrowest; of two equally wide, the faster conversion first.
+# In order of width; of two equally wide types, the one with the faster conversion first.
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
-# Headroom for larger indices. Max pooling selects elements in the last fifth of every plane that needs over a byte.
+# Headroom for larger indices. Max pooling selects elements in the last fifth of every plane of over 256 elements.
 _MARGIN = 1.25
-_SAMPLE = 1024  # elements checked before the whole tensor: they rule out nearly all tensors that are no masks
+_SAMPLE = 1024  # elements checked before the whole tensor: these rule out nearly all tensors that are no masks
 # Integer types by bytes, for bitwise comparison: -0.0 equals 0.0, and NaN does not equal itself.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -191,13 +191,13 @@ class Packed:
         return _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Keep of `memory` only the bits that `need` names (neither NUMBERS nor SHAPE); None for other dtypes.
+        """Keep one bit for each number of `memory`: whether it is as `need` says (not NUMBERS or SHAPE).
 
-        The restored tensor is 1 where the answer is yes, and 0 or -1 elsewhere.
+        The restored tensor is 1 where the bit is set, else 0 or -1. Return None for dtypes that are not packed.
         """
         if not memory.is_floating_point() or memory.element_size() not in _BITS:
             return None
-        with not_deciding():  # to look at a number is no decision of the stage
+        with not_deciding():  # comparisons here are no decisions of the stage
             if need is Need.POSITIVE_OR_NAN:
                 where = memory.le(0).logical_not_()
             else:
@@ -208,7 +208,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """Booleans as bits, and a function that restores the tensor from them and their number."""
+    """Booleans as bits, and a function that restores the tensor from the bits and their number."""
 
     bits: torch.Tensor
     count: int
@@ -223,7 +223,7 @@ class _Bits:
 
 
 def _masked(other: int, dtype: torch.dtype, bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Elements that are 0 or one other number, whose bits are the integer `other`."""
+    """Restore a tensor whose elements are 0 or one other number, whose bits are the integer `other`."""
     return unpacked_bits(bits, count).to(_BITS[dtype.itemsize]).mul_(other).view(dtype)
 
 
@@ -251,7 +251,7 @@ def _mask(memory: torch.Tensor) -> _Bits | None:
     if not bits.numel() or not _may_be_mask(bits[:_SAMPLE], memory.dtype):
         return None
     low, other = (int(each) for each in bits.aminmax())
-    # All zeros or all ones: no dropout mask, and possibly other numbers in the next step.
+    # All zeros or all ones are no dropout mask, and may be other numbers in the next step.
     if low < 0 or not other or (low == other and _number(other, memory.dtype) == 1):
         return None
     where = bits == other
@@ -269,18 +269,18 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _number(bits: int, dtype: torch.dtype) -> float:
-    with not_deciding():  # to look at a number is no decision of the stage
+    with not_deciding():  # reading a number here is no decision of the stage
         return float(torch.tensor(bits, dtype=_BITS[dtype.itemsize], device="cpu").view(dtype))
 
 
 # Saved floating tensors in low precision, rounded; opt-in only.
 #
-# The forward computes with the exact numbers; only gradients come from rounded ones. Tensors that do not pack without
-# loss are rounded to bfloat16, which has the range of float32, or to eight bits with a scale for each block of 128
-# adjacent numbers. Blocks, not channels: a channel is spread over perhaps a thousand tokens, one of which may be large,
-# and a storage shared by several views has none. A tensor that has or would get a non-finite number is saved unchanged.
+# The forward computes with the exact numbers; only gradients come from rounded ones. Tensors that cannot be packed
+# without loss are rounded to bfloat16, which has the range of float32, or to eight bits with a scale for each block of
+# 128 adjacent numbers, not for each channel: a channel may have a thousand tokens, one of which may be large, and a
+# storage of several views has no channels. A tensor that has or would get a non-finite number is saved unchanged.
 
-BLOCK = 128  # numbers per scale: rows of activations are multiples of it, and the scales add 3 % to the rounded bytes
+BLOCK = 128  # numbers per scale: rows of activations are multiples of 128, and scales add 3 % to the rounded bytes
 _CHUNK = 2**20  # numbers rounded at once, to bound the temporary memory
 
 
@@ -292,23 +292,23 @@ class FewerBits(Packed):
     dtype: torch.dtype = torch.bfloat16
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
-        packed = Packed.keep(self, memory)  # `super()` needs a cell that a class with slots does not have
+        packed = Packed.keep(self, memory)  # `super()` without arguments fails in a dataclass with slots
         if packed is not None:
             return packed
         if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
             return None
-        with not_deciding():  # whether numbers can be rounded, and to which integers, is no decision of the stage
+        with not_deciding():  # comparing and rounding numbers here is no decision of the stage
             return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
 
 _WORDS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-# By the words that users pass.
+# Forms by the values of `keep=`.
 FEWER_BITS = {word: FewerBits(f"in {word}", dtype=dtype) for word, dtype in _WORDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """Blocks in eight bits, their scales, and the unrounded rest after the last block."""
+    """Blocks of numbers in eight bits, their scales, and the unrounded numbers after the last block."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -356,13 +356,13 @@ def _chunks(count: int) -> list[tuple[int, int]]:
 
 
 def word_of(ways: Iterable[str]) -> str | None:
-    """Return the `keep=` word of the first storage mode whose backward reads inexact values; None if all are exact."""
+    """Return the value of `keep=` for the first inexact storage mode in `ways`; None if all are exact."""
     words = {form.name: word for word, form in FEWER_BITS.items()}
     return next((words[keeper] for way in ways if (keeper := parted(way, words)[1]) is not None), None)
 
 
 def rounded_stages(chain: Chain, sequence: Sequence) -> dict[int, str]:
-    """Return the stages that `sequence` ever keeps in low precision, with their `keep=` words."""
+    """Return the stages whose saved tensors `sequence` ever keeps in low precision, with the value of `keep=`."""
     enabled = [each for one in (sequence, *sequence.beside) for each in one if isinstance(each, ForwardEnable)]
     ways = [(each.stage, chain.stages[each.stage].options[each.option].name) for each in enabled]
     return {stage: word for stage, way in ways if (word := word_of([way])) is not None}

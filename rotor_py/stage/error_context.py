@@ -1,4 +1,4 @@
-"""Name the stage and its pass in an error, and recognize out-of-memory errors."""
+"""Add the stage and its pass (forward, recomputation, backward) to errors, and recognize out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int:
-    """Return the bytes of the failed allocation; 0 if the error does not say. CUDA rounds them to 1 %."""
+    """Return the bytes of the failed allocation; 0 if the error does not name them. CUDA rounds them to 1 %."""
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
 
-# The running pass of a stage is reported to watchers, and noted on an error that leaves it, the user's object.
+# Each pass of a stage is reported to watchers, and added as a note to an error that it raises.
 
 BACKWARD = "backward"
 
@@ -44,7 +44,7 @@ Watcher = Callable[[str, str, bool], None]
 watchers: list[Watcher] = []
 
 
-# Not per thread: the engine runs CUDA backwards in threads of its own.
+# One list for all threads: the engine runs CUDA backwards in threads of its own.
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     watchers.append(watcher)
@@ -57,7 +57,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 class During:
     """Context for one pass of a stage: reports begin and end to the watchers, and adds a note to an exception."""
 
-    # Not a `contextmanager` generator, which costs more: every run of every stage enters this.
+    # A class, since a `contextmanager` generator costs more, and every run of every stage enters this.
     __slots__ = ("doing", "name")
 
     def __init__(self, doing: str, name: str) -> None:
@@ -91,7 +91,7 @@ def _tell(doing: str, name: str, begins: bool) -> None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, once. Also log it before Python 3.11, whose tracebacks show no notes."""
+    """Add a note to an exception, once. Before Python 3.11, whose tracebacks show no notes, also log it."""
     if text in getattr(error, "__notes__", ()):
         return
     with contextlib.suppress(Exception):  # an exception that takes no note still reaches the user

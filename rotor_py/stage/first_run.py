@@ -1,21 +1,21 @@
-"""What a stage and its surroundings were in the first run: put back for a recomputation, or compared.
+"""Record the state of a stage and its surroundings in the first run, to restore it in a recomputation, or compare it.
 
 # Note [What a recomputation sees]
 #
-# A recomputation must find what the first run found, whatever the user has changed, and leaves all as it was.
+# A recomputation must see the state that the first run saw, whatever the user has changed since, and change nothing.
 #
-#  1. Put back, of the forward (`World`): context variables, function modes, dispatch modes but those of torch, which
-#     only count operators (around the backward, `FlopCounterMode` counts recomputations), settings that choose kernels
-#     and precision, default dtype and device, hooks on all modules, autocast.
-#  2. Put back, of the stage: random streams, buffers that forwards change, training modes, attributes and the contents
-#     of lists, dicts and sets among them, tables of submodules, parameters, buffers and hooks (`Seen`), and which
-#     parameters were trained. A parameter that `functional_call` puts in is found again by this.
-#  3. Compared, since there is no copy: parameters, other buffers and the stage's input, by version, and parameters by
-#     address; the class of a module, and its `forward`. A difference raises `StageChangedError` before anything is
-#     computed, as autograd does for what it saved. Later plans store the stage.
+#  1. Restored state of the surroundings (`World`): context variables, function modes, dispatch modes except torch's,
+#     which only count operators (around the backward, `FlopCounterMode` counts recomputations), settings that choose
+#     kernels and precision, default dtype and device, hooks on all modules, autocast.
+#  2. Restored state of the stage: random streams, buffers that forwards change, training modes, attributes and the
+#     contents of lists, dicts and sets among them, tables of submodules, parameters, buffers and hooks (`Seen`), and
+#     which parameters were trained. The tables also restore parameters that `functional_call` had put in.
+#  3. Compared state, of which there is no copy: versions of parameters, other buffers and the stage's input; addresses
+#     of parameters; the class of a module, and its `forward`. A difference raises `StageChangedError` before the stage
+#     runs, as autograd raises for changed saved tensors. Later plans store the stage.
 #  4. `parametrize.cached` keeps no value from one run of a stage to another: it would have the history of the first.
-#  5. Nothing shows a write into an object that an attribute names, a global, a file, or, through `.data`, into part of
-#     a parameter. The first and last bytes of a parameter on the CPU show an optimizer's step.
+#  5. These writes are not detected: into an object that an attribute names, a global, a file, or, through `.data`, into
+#     part of a parameter. An optimizer's step shows in the first and last bytes of a parameter on the CPU.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _PARAMETERS = "_parameters"
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:
-    """Numbers of the hooks that PyTorch calls for every module, but for those of its counters, which change nothing."""
+    """Return ids of the hooks that PyTorch calls for every module, except those of its counters, which are harmless."""
     tables = [table.items() for table in _GLOBAL_HOOKS if table]
-    ours = "torch.utils.module_tracker"
-    return tuple(number for table in tables for number, hook in table if getattr(hook, "__module__", None) != ours)
+    counter = "torch.utils.module_tracker"
+    return tuple(number for table in tables for number, hook in table if getattr(hook, "__module__", None) != counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class World:
         )
 
     def enter(self, undo: Undoing) -> None:
-        """Put everything but context variables back, until that is undone."""
+        """Restore everything but context variables, until `undo` runs."""
         if tuple([each.get() for each in _SETTINGS]) != self.settings:
             for each, before in zip(_SETTINGS, self.settings, strict=True):
                 if (now := each.get()) != before:  # older settings change newer ones
@@ -92,14 +92,14 @@ class World:
                     each.set(before)
         swap = partial(_swap_modes, undo)
         swap(function_mode_stack, self.function_modes, pop_function_mode, push_function_mode, _OWN)
-        # Those of torch count operators, or make all tensors fake.
+        # Leave torch's own modes: they count operators, or make all tensors fake.
         swap(dispatch_mode_stack, self.dispatch_modes, pop_dispatch_mode, push_dispatch_mode, _OWN_AND_TORCH)
         if self.hooks or any(_GLOBAL_HOOKS):
             for table, hooks in zip(_GLOBAL_HOOKS, self.hooks or [{} for _ in _GLOBAL_HOOKS], strict=True):
                 _swap(undo, table, hooks)
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function` with the user's context variables as they were; those of this project are as they are."""
+        """Call `function` with the user's context variables as recorded, and this project's as they are now."""
         if self.variables == {} == _users_variables():
             return function(*args)
         context = Context()
@@ -127,12 +127,12 @@ def _swap_modes(
     push: Callable[[Any], object],
     own: str | tuple[str, ...],
 ) -> None:
-    """Have the modes of the first run until that is undone; those whose modules begin with `own` stay as they are."""
+    """Set the modes of the first run until `undo` runs. Leave modes alone whose classes' modules begin with `own`."""
     now = present()
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
-    wanted = [mode for mode in before if not type(mode).__module__.startswith(own)]
-    wanted += [mode for mode in now if type(mode).__module__.startswith(own)]
+    restored = [mode for mode in before if not type(mode).__module__.startswith(own)]
+    restored += [mode for mode in now if type(mode).__module__.startswith(own)]
 
     def turn_to(modes: list[Any]) -> None:
         for _ in present():
@@ -141,11 +141,11 @@ def _swap_modes(
             push(mode)
 
     undo.append(partial(turn_to, now))
-    turn_to(wanted)
+    turn_to(restored)
 
 
 def _swap(undo: Undoing, table: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give `table` its former entries, until that is undone."""
+    """Give `table` its former entries, until `undo` runs."""
     if len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
         return
     undo.append(partial(_fill, table, dict(table)))
@@ -158,7 +158,7 @@ def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
 
 
 class Seen:
-    """What the first run of the stage `module` found in its modules (Rules 2 and 3). Made before that run."""
+    """The state of a stage's modules in its first run (Rules 2 and 3 of the Note). Made before that run."""
 
     __slots__ = ("_code", "_marks", "_modes", "_modules", "_name", "_tables", "hooked", "trained")
 
@@ -178,7 +178,7 @@ class Seen:
         self._marks: list[tuple[torch.Tensor, Any]] = []
 
     def note(self, copied: Iterable[torch.Tensor] = ()) -> None:
-        """Remember values as a run has left them, but those of buffers that are `copied`."""
+        """Note the versions of parameters and buffers after a run, except buffers that are `copied`."""
         left_out = {id(each) for each in copied}
         tensors = [*self._tensors(_PARAMETERS), *self._tensors("_buffers")]
         self._marks = [(each, _mark(each)) for each in tensors if id(each) not in left_out]
@@ -186,22 +186,22 @@ class Seen:
         self._code = [(kind, kind.forward) for kind in kinds]
 
     def noted_again(self) -> None:
-        """Remember the values of the same tensors as a recomputation has left them."""
+        """Note the versions of the same tensors after a recomputation."""
         self._marks = [(each, mark if mark[0] == _version(each) else _mark(each)) for each, mark in self._marks]
 
     def refuse_changes(self) -> None:
-        """Raise StageChangedError if a value is another one, or a module runs other code."""
+        """Raise StageChangedError if a tensor was written to since `note`, or a module runs other code."""
         for module, (kind, forward) in zip(self._modules, self._code, strict=True):
             code = type(module).forward
             if type(module) is not kind or (code != forward and not (_is_theirs(code) and _is_theirs(forward))):
                 label = next(name for name, each in self._modules[0].named_modules() if each is module)
-                raise StageChangedError(self._name, f"the forward of {label or 'it'}", forward, code)
+                raise StageChangedError(self._name, f"method forward of {label or 'the module'}", forward, code)
         for tensor, then in self._marks:
             if (now := _mark(tensor)) != then:
                 raise StageChangedError(self._name, self._label(tensor), *_told(then, now))
 
     def put_back(self, undo: Undoing, *, parameters: bool = True) -> None:
-        """Put tables and training modes back, until that is undone; tables of `parameters` only if asked."""
+        """Restore tables and training modes, until `undo` runs; tables of parameters only if `parameters`."""
         for own, before in self._tables:
             for key in _TABLES:
                 if (own.get(key) or key in before) and (parameters or key != _PARAMETERS):
@@ -224,16 +224,16 @@ class Seen:
 
 
 def _is_theirs(forward: object) -> bool:
-    """Whether a `forward` is torch's, or this project's, which replaces some while it captures, in any thread."""
+    """Whether torch or this project defines a `forward`: capture, in any thread, replaces some for a while."""
     return (getattr(forward, "__module__", None) or "").startswith(_OWN_AND_TORCH)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_Sample = ctypes.c_char * 16  # bytes read at the beginning and at the end of a parameter
+_Sample = ctypes.c_char * 16  # bytes compared at the beginning and at the end of a parameter
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What shows that a tensor has been written to: its version, and of plain tensors, address and some bytes."""
+    """Return values that show a write to a tensor: its version, and for plain tensors, address and some bytes."""
     version = _version(tensor)
     if version is None or type(tensor) not in _PLAIN:
         return (version,)
@@ -251,9 +251,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _told(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
-    """What differs between two marks, for an error."""
+    """Describe the difference between two marks, for an error message."""
     if then[0] != now[0]:
         return f"at version {then[0]}", f"at version {now[0]}"
     if then[1] != now[1]:
         return f"at address {then[1]:#x}", f"at address {now[1]:#x}"
-    return "of other values", "written to through .data"
+    return "of other values", "of new ones, written through .data"

@@ -1,4 +1,4 @@
-"""Record the state that a forward starts from, restore it for a recomputation, and find effects of a graph."""
+"""Record the state that a forward starts from, restore it for a recomputation, and find how a graph changes results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.errors import InvalidStateError, StageChangedError, record_fields
 from rotor_py.stage.first_run import Seen, World
-from rotor_py.stage.named_state import NamedState, Place, places_of
+from rotor_py.stage.named_state import Location, NamedState, locations_of
 from rotor_py.stage.replayed_routing import (
     Decisions,
     Drawn,
@@ -59,14 +59,14 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[No
     """Enter autocast `states`. Without `cache`, cast weights are not cached."""
     with ExitStack() as stack:
         for state in states:
-            # Off before and off now: nothing to restore, and every run of every stage enters this.
+            # Skip autocast that was off and is off: every run of every stage enters this.
             if state.enabled or torch.is_autocast_enabled(state.device_type):
                 stack.enter_context(state.context(cache=state.cache and cache))
         yield
 
 
-# PyTorch neither declares writes of these operators into batch norm's running statistics, nor counts them in a version.
-# Only the values show a write, and not always: the mean of zeros stays the same.
+# These operators write into batch norm's running statistics, but PyTorch neither declares these writes nor counts them
+# in the version. Values do not always show a write, either: the mean of zeros stays the same.
 
 _aten = torch.ops.aten
 _WRITING = {
@@ -106,17 +106,17 @@ class WrittenStatistics(TorchDispatchMode):
 # State of a stage's forward for an exact recomputation: RNG state, autocast, buffers, attributes and decisions
 # (`replayed_routing`). Copies of buffers cost memory: the first forward copies all, and remembers which changed.
 
-# In training, their output does not depend on their statistics. So these are not copied: recomputations update others,
-# the same each time. Turning tracking off would change the number of saved tensors, which checkpointed regions count. A
-# derived class may read its statistics, so types must be equal.
+# In training, the output of these layers does not depend on their running statistics. So statistics are not copied:
+# recomputations update scratch tensors instead. Turning tracking off would change the number of saved tensors, which
+# checkpointed regions count. A derived class may read its statistics, so types must be equal.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Per batch norm, the statistics that its recomputations update.
 _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 # Per stage, the indices of the buffers that its forward changes.
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-# Per stage without hooks, the places outside of it that its code names.
-_places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
-_told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages warned of because they write to others' objects
+# Per stage without hooks, the locations outside of its modules that its code names.
+_locations: WeakKeyDictionary[nn.Module, list[Location]] = WeakKeyDictionary()
+_told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages already warned of, since they write to others' objects
 # Per stage, the indices of the buffers that other stages change, perhaps before its recomputation.
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
@@ -133,21 +133,21 @@ class Surroundings:
     drawn: Drawn = ()
     changes: Callable[[], Sequence[Change]] = tuple  # returns the attributes that differ now, with their former values
     world: World | None = None
-    seen: Seen | None = None  # what the modules of a stage were; None if there was no run, or the stage is no module
-    named: NamedState | None = None  # what is outside of the stage, and its code names
+    seen: Seen | None = None  # state of the stage's modules; None if the stage has not run, or is no module
+    named: NamedState | None = None  # state outside of the stage that its code names
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
         """Recompute `function` inside this context as in its first run, without side effects.
 
         Without a `graph`, autocast does not cache cast weights: a later forward in the same region would find them
-        without history and lose gradients. `alike`: autograd saves as many tensors as in the first run (regions count).
+        without history and lose gradients. `alike`: keep present parameters, as a recompute in autograd's graph must.
         """
         with undoing() as undo, ExitStack() as stack:
             if self.world is not None:
                 self.world.enter(undo)
             if self.seen is not None:
-                # FSDP has gathered parameters by its hooks, and put them in the place of the shards.
+                # In a region (`alike`), FSDP's hooks have replaced sharded parameters by gathered ones: keep these.
                 self.seen.put_back(undo, parameters=not alike)
                 if not alike:
                     self.seen.refuse_changes()
@@ -156,7 +156,7 @@ class Surroundings:
                 self.named.put_back()
             stack.enter_context(own_parametrizations())
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
-            undo.append(Attributes(function).put_back)  # before anything here sets one
+            undo.append(Attributes(function).put_back)  # recorded before the next lines set attributes
             for change in self.changes():
                 if change.lost:
                     was, now = f"at version {change.version}", f"at version {change.value._version}"
@@ -205,8 +205,8 @@ def recorded(
     versions = [tensor._version for _, _, tensor in slots]
     attributes = Attributes(function)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
-    places = _places_of(function, hooked=seen is not None and seen.hooked)
-    named = NamedState(places).without_tensors() if places else None
+    locations = _locations_of(function, hooked=seen is not None and seen.hooked)
+    named = NamedState(locations).without_tensors() if locations else None
     world = World.now()
     result: list[Surroundings] = []
     statistics = WrittenStatistics() if slots and function not in _moving else None
@@ -218,7 +218,7 @@ def recorded(
         statistics or nullcontext(),
     ):
         yield result
-    # Most stages draw nothing, so their RNG state need not be kept.
+    # Most stages draw no random numbers, so their RNG state need not be kept.
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
@@ -228,8 +228,8 @@ def recorded(
     if named is not None and named.only_unchanged() and function not in _told_of:
         _told_of.add(function)
         _log.warning(
-            "stage %r writes to objects that are not its own, such as a list or a counter, and again where a plan "
-            "recomputes it; with a higher limit, the plan stores it",
+            "raise the limit, so that the plan stores stage %r: it writes to objects outside of the model, such as a "
+            "list or a counter, and writes again when it is recomputed",
             name,
             extra=record_fields("writes_elsewhere", name=name),
         )
@@ -237,13 +237,13 @@ def recorded(
     result.append(Surroundings(name, autocast, random, buffers, decided[0], drawn[0], changes, world, seen, named))
 
 
-def _places_of(function: Callable[..., Any], *, hooked: bool) -> Sequence[Place]:
-    """Return the places that the code of a stage names; those of hooks come and go."""
+def _locations_of(function: Callable[..., Any], *, hooked: bool) -> Sequence[Location]:
+    """Return the locations that the code of a stage names. Not cached for a stage with hooks, which may change."""
     if not isinstance(function, nn.Module) or hooked:
-        return places_of(function)
-    if function not in _places:
-        _places[function] = places_of(function)
-    return _places[function]
+        return locations_of(function)
+    if function not in _locations:
+        _locations[function] = locations_of(function)
+    return _locations[function]
 
 
 def _find_moving(
@@ -257,7 +257,7 @@ def _find_moving(
     now = [table[name] for table, name, _ in slots]
     changed = {i for i, (_, _, old) in enumerate(slots) if now[i] is not old or old._version != versions[i]}
     if statistics is not None:
-        # Some kernels write without raising the version. So values are compared once, while there is a copy of each.
+        # Some kernels write without raising the version. So compare values once, while a copy of each exists.
         changed |= {i for i in copies if slots[i][2] in statistics or not equal(copies[i], now[i])}
     else:
         changed |= copies.keys()
@@ -275,7 +275,7 @@ def _find_moving(
 
 
 def present(function: Callable[..., Any], devices: tuple[torch.device, ...], name: str = "") -> Surroundings:
-    """Return the present state of `function`: a run inside `restored` equals one that begins now."""
+    """Return the present state of `function`: a run inside its `restored` context equals a run that begins now."""
     slots = own_buffers(function)
     copies = _copies(function, slots)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
@@ -311,7 +311,7 @@ def _scratch_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lasting(tensor: Any) -> Any:
-    """Return the buffer that a recomputation's copy stands for; anything else as it is."""
+    """Return the module's own buffer for the copy that a recomputation uses; return any other value unchanged."""
     return getattr(tensor, "lasting", tensor)
 
 
@@ -338,20 +338,20 @@ def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
 
 
 def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
-    """Count these buffers of a stage, and copy them from its first forward on: an identical stage changes them."""
+    """Have a stage copy these buffers from its first forward on, since an identical stage changes them."""
     _moving[function] = recall_moving(function) | positions
 
 
 def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
-    """Make each stage copy shared buffers that any of `functions` changes, and those of `also`: it may read them."""
+    """Have each stage copy shared buffers that any of `functions` changes, and those in `also`: it may read them."""
     stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
     holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
     moved = {id(tensor) for tensor in also}
     moved |= {id(slots[i][2]) for function, slots in stages for i in _moving.get(function, ()) if i < len(slots)}
     for function, slots in stages:
-        here = {i for i, (_, _, tensor) in enumerate(slots) if id(tensor) in moved and holders[id(tensor)] > 1}
-        if here:
-            _moved_elsewhere[function] = _moved_elsewhere.get(function, frozenset()) | here
+        shared = {i for i, (_, _, tensor) in enumerate(slots) if id(tensor) in moved and holders[id(tensor)] > 1}
+        if shared:
+            _moved_elsewhere[function] = _moved_elsewhere.get(function, frozenset()) | shared
 
 
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
@@ -361,23 +361,23 @@ def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
-    """Return the buffers that a forward of `function` may change, statistics included; all before its first run."""
+    """Return the buffers that a forward of `function` may change, statistics included; before its first run, all."""
     known = _moving.get(function) if isinstance(function, nn.Module) else None
     own = own_buffers(function)
     still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]
 
 
-# Some operators use another kernel without a graph, which rounds differently: the recurrent layers on the CPU do. For
-# the numbers of plain training, such a stage always runs with a graph. And without a graph, an output does not show
-# whether it would require a gradient. Both are found once, when the stage is measured, and kept for its lifetime.
+# Without a graph, some operators use another kernel, which rounds differently: recurrent layers on the CPU do.
+# To give the numbers of plain training, such a stage always runs with a graph. And without a graph, an output does not
+# show whether it would require a gradient. Measuring finds both facts once; they last as long as the stage.
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
     graph_dependent: bool = False  # whether outputs have other numbers with a graph than without
-    without_gradient: tuple[int, ...] = ()  # indices of output tensors
-    reproducible: bool = True  # whether a second run in the same state has the same outputs
+    without_gradient: tuple[int, ...] = ()  # indices of output tensors that never require a gradient
+    reproducible: bool = True  # whether a second run from the same state has the same outputs
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
@@ -388,7 +388,7 @@ def recall_effects(function: Callable[..., Any]) -> GraphEffects:
     if not isinstance(function, nn.Module):
         return GraphEffects()
     if function not in _remembered:
-        # A plan made by hand: layers known to differ on one device count as different on all.
+        # A plan by hand has no measurement: layers known to differ on one device count as different on all.
         return GraphEffects(any(isinstance(module, nn.RNNBase) for module in modules_of(function)))
     return _remembered[function]
 
@@ -398,7 +398,7 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
 
 
 def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
-    """Run a stage on `value` without a graph, and compare with its output `made` with one. Restores the stage.
+    """Run a stage on `value` without a graph, compare with `made`, its output with a graph, and restore the stage.
 
     `made` is detached, with its `requires_grad`. A stage that is not reproducible never counts as graph-dependent.
     """
@@ -406,7 +406,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
     with isolated(function, device), torch.no_grad():
         differs = not _equal(_outputs(function, value), attached)
     reproducible = True
-    # With collectives, all processes must run the stage equally often, whatever each finds.
+    # The stage may have collectives, so all processes must run it equally often, whatever each finds.
     if differs or several_processes():
         with _same_run(function, device), decisions_recorded(function) as decided:
             twice = [_outputs(function, value)]
@@ -421,7 +421,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
 
 @contextmanager
 def _same_run(function: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Run `function` with a graph and from the present state inside of this context, and leave that state."""
+    """Inside this context, `function` runs with a graph and from the present state, which is restored at the end."""
     with streams_kept(function), isolated(function, device), torch.enable_grad():
         yield
 
@@ -437,7 +437,7 @@ def _detached(output: Any) -> list[torch.Tensor]:
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether tensors are equal bit for bit, except that all NaNs are alike."""
+    """Whether tensors are equal bit for bit, except that all NaNs count as equal."""
     return len(found) == len(expected) and all(
         equal(a, b) or equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
     )

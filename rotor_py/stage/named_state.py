@@ -1,4 +1,4 @@
-"""Find the state outside of a module that its code names: globals, what closures hold, and attributes of objects."""
+"""Find the state outside of a module that its code names: globals, closure variables, and attributes of objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents
 from rotor_profiling.stage.stage_signature import HasKind
 
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# Objects looked at, at most. A guess: a large model has some ten thousand. Fewer overlook some.
+# Maximum number of objects to search. A guess: a large model has some ten thousand. A lower number would miss state.
 _MOST = 100_000
 # Longer containers are not searched. A guess: hooks append less in a step, and longer ones are data.
 _LONGEST = 10_000
@@ -27,8 +27,8 @@ _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
 
 
-class Place:
-    """Where a value is: read and written by `get` and `set`. Keeps nothing alive but namespaces of modules."""
+class Location:
+    """A location of a value, with functions to read and write it. Holds no objects except namespaces of modules."""
 
     __slots__ = ("get", "set")
 
@@ -37,11 +37,11 @@ class Place:
         self.set = set
 
     @classmethod
-    def in_namespace(cls, namespace: dict[str, Any], name: str) -> Place:
+    def in_namespace(cls, namespace: dict[str, Any], name: str) -> Location:
         return cls(lambda: namespace.get(name, _MISSING), partial(namespace.__setitem__, name))
 
     @classmethod
-    def in_attribute(cls, owner: Any, name: str) -> Place:
+    def in_attribute(cls, owner: Any, name: str) -> Location:
         known = ref(owner)
 
         def write(value: Any) -> None:
@@ -51,11 +51,11 @@ class Place:
         return cls(lambda: _MISSING if (found := known()) is None else vars(found).get(name, _MISSING), write)
 
     @classmethod
-    def in_class(cls, owner: type, name: str) -> Place:
+    def in_class(cls, owner: type, name: str) -> Location:
         return cls(lambda: vars(owner).get(name, _MISSING), partial(setattr, owner, name))
 
     @classmethod
-    def in_cell(cls, function: FunctionType, number: int) -> Place:
+    def in_cell(cls, function: FunctionType, number: int) -> Location:
         known = ref(function)
 
         def read() -> Any:
@@ -77,15 +77,15 @@ def named_objects(function: Callable[..., Any]) -> list[Any]:
     return [value for value, _ in _walk(function)]
 
 
-def places_of(function: Callable[..., Any]) -> list[Place]:
-    """Return the places outside of modules whose values the code of `function` names."""
+def locations_of(function: Callable[..., Any]) -> list[Location]:
+    """Return the locations outside of modules that the code of `function` names."""
     fixed = type | ModuleType | nn.Module
-    return [place for value, place in _walk(function) if place is not None and not isinstance(value, fixed)]
+    return [found for value, found in _walk(function) if found is not None and not isinstance(value, fixed)]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Describe the values outside of modules that the code of `function` names, alike in every process."""
-    return tuple(_described(value) for value, place in _walk(function) if place is not None)
+    """Describe the values outside of modules that the code of `function` names, in the same way in every process."""
+    return tuple(_described(value) for value, location in _walk(function) if location is not None)
 
 
 def _described(value: Any) -> str:
@@ -98,16 +98,16 @@ def _described(value: Any) -> str:
     return f"{type(value).__name__} {getattr(value, '__name__', '')}"
 
 
-def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Place | None]]:
+def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Location | None]]:
     seen: set[int] = set()
-    # Objects of the user's are opened, but not those inside of them, which may lead into the whole program.
-    pending: list[tuple[Any, Place | None, bool]] = [(function, None, True)]
+    # Search objects of the user's, but not objects inside of these, which may lead into the whole program.
+    pending: list[tuple[Any, Location | None, bool]] = [(function, None, True)]
     while pending and len(seen) < _MOST:
-        value, place, opens = pending.pop()
+        value, location, opens = pending.pop()
         plain = isinstance(value, _FLAGS)
         if not plain and id(value) in seen:
             continue
-        yield value, place
+        yield value, location
         if plain:
             continue
         seen.add(id(value))
@@ -117,8 +117,8 @@ def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Place | None]]:
             pending += ((*each, opens) for each in _named_by(value))
 
 
-def _named_by(value: Any) -> Iterator[tuple[Any, Place | None]]:
-    if isinstance(value, HasKind):  # generated from a graph, in which all code is known
+def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
+    if isinstance(value, HasKind):  # generated from a graph, whose code names nothing else
         yield from ((each, None) for each in vars(value).values() if isinstance(each, torch.Generator))
     elif isinstance(value, nn.Module):
         for name, each in vars(value).items():
@@ -132,9 +132,9 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Place | None]]:
         if not is_library(value.__module__):
             yield from _of_code(value.__code__, value.__globals__)
             for number in range(len(value.__closure__ or ())):
-                place = Place.in_cell(value, number)
-                if (held := place.get()) is not _MISSING:
-                    yield held, place
+                location = Location.in_cell(value, number)
+                if (held := location.get()) is not _MISSING:
+                    yield held, location
             yield from ((each, None) for each in value.__defaults__ or ())
     elif isinstance(value, MethodType):
         yield from ((value.__self__, None), (value.__func__, None))
@@ -150,37 +150,37 @@ def _is_object(value: Any) -> bool:
     return type(value) is SimpleNamespace or not other
 
 
-def _attributes(value: Any) -> Iterator[tuple[Any, Place | None]]:
+def _attributes(value: Any) -> Iterator[tuple[Any, Location | None]]:
     try:
         attributes = object.__getattribute__(value, "__dict__")  # a class may have a `__getattr__` of its own
     except AttributeError:
         attributes = None
     for name, each in list(attributes.items()) if isinstance(attributes, dict) else ():
         try:
-            yield each, Place.in_attribute(value, name)
-        except TypeError:  # there can be no weak reference to it
+            yield each, Location.in_attribute(value, name)
+        except TypeError:  # objects of this class have no weak references
             yield each, None
     yield from _flags_of_class(type(value))
 
 
-def _flags_of_class(kind: type) -> Iterator[tuple[Any, Place | None]]:
+def _flags_of_class(kind: type) -> Iterator[tuple[Any, Location | None]]:
     for each in kind.__mro__:
         if not is_library(each.__module__):
             for name, value in vars(each).items():
                 if isinstance(value, _FLAGS) and not name.startswith("__"):
-                    yield value, Place.in_class(each, name)
+                    yield value, Location.in_class(each, name)
 
 
-def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, Place | None]]:
-    """What `code` names in `namespace`, in modules that it names, and in functions inside of it."""
+def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, Location | None]]:
+    """Yield the values that `code` and its inner functions name in `namespace`, and in modules named there."""
     for name in code.co_names:
         if name not in namespace:
             continue
         named = namespace[name]
-        yield named, Place.in_namespace(namespace, name)
+        yield named, Location.in_namespace(namespace, name)
         if isinstance(named, ModuleType) and not is_library(named.__name__):
             inside = vars(named)
-            yield from ((inside[each], Place.in_namespace(inside, each)) for each in code.co_names if each in inside)
+            yield from ((inside[each], Location.in_namespace(inside, each)) for each in code.co_names if each in inside)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _of_code(inner, namespace)
@@ -197,36 +197,36 @@ def is_library(name: str | None) -> bool:
 
 
 class NamedState:
-    """The values at `places`, and the contents of those that are containers."""
+    """The values at `locations`, and copies of the contents of those that are containers."""
 
     __slots__ = ("_before",)
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._before: list[tuple[Place, Any, Contents]] = []
-        for place in places:
-            value = place.get()
+    def __init__(self, locations: Sequence[Location]) -> None:
+        self._before: list[tuple[Location, Any, Contents]] = []
+        for location in locations:
+            value = location.get()
             short = type(value) in CONTAINERS and len(value) <= _LONGEST
-            self._before.append((place, value, list(contents_of(value, set())) if short else []))
+            self._before.append((location, value, list(contents_of(value, set())) if short else []))
 
     def without_tensors(self) -> NamedState:
-        """Leave out containers that hold tensors: what was in them before a forward is not to live longer for this."""
+        """Leave out containers that hold tensors, so that this state does not prolong the life of a tensor."""
         self._before = [each for each in self._before if not any(_has_tensors(copy) for _, copy in each[2])]
         return self
 
     def only_unchanged(self) -> bool:
-        """Leave out places that have changed since, and say whether there are any."""
+        """Leave out locations that have changed since, and return whether there are any."""
         before = self._before
         self._before = [each for each in before if not _changed(*each)]
         return len(self._before) < len(before)
 
     def now(self) -> NamedState:
-        """Return the present state of the same places."""
-        return NamedState([place for place, _, _ in self._before])
+        """Return the present state of the same locations."""
+        return NamedState([location for location, _, _ in self._before])
 
     def put_back(self) -> None:
-        for place, value, contents in self._before:
-            if value is not _MISSING and place.get() is not value:
-                place.set(value)
+        for location, value, contents in self._before:
+            if value is not _MISSING and location.get() is not value:
+                location.set(value)
             for container, content in contents:
                 if not as_it_was(container, content):
                     fill(container, content)
@@ -237,14 +237,14 @@ def _has_tensors(container: Any) -> bool:
     return any(isinstance(each, torch.Tensor) for each in values)
 
 
-def _changed(place: Place, value: Any, contents: Contents) -> bool:
-    return place.get() is not value or not all(as_it_was(*each) for each in contents)
+def _changed(location: Location, value: Any, contents: Contents) -> bool:
+    return location.get() is not value or not all(as_it_was(*each) for each in contents)
 
 
 @contextmanager
 def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """Undo, as the context exits, what runs of `function` did to the state that its code names."""
-    before = NamedState(places_of(function))
+    """When the context exits, undo changes by runs of `function` to the state that its code names."""
+    before = NamedState(locations_of(function))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Store a stage in part: keep some values, and recompute the rest in the backward."""
+"""Store a stage in part: keep some values in the forward, and recompute the others in the backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator call that recomputes a value; where `wanted` is given, with a graph in which these have gradients."""
+    """An operator call that recomputes a value; with a graph if `wanted` names values that need gradients in it."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -46,14 +46,14 @@ class Call:
         return made if self.wanted is None else made.detach()
 
 
-# Called with the numbers of the values that a call is about to read; brings some into memory.
+# Called before an operator call, with the numbers of the values that it reads; may bring these into memory.
 Reading = Callable[[Collection[int]], None]
 Around = Callable[[], AbstractContextManager[Reading | None]]  # makes the context around a recomputation
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to recompute values: the `calls` for them and for intermediates, and the kept values that each `needs`."""
+    """How to recompute values: operator `calls`, by the value they compute, and the kept values that each `needs`."""
 
     calls: dict[int, Call]
     needs: dict[int, frozenset[int]]
@@ -65,7 +65,7 @@ class Recipe:
 class PartialSaving:
     """Context for one run of a stage that drops some values and recomputes them by a recipe.
 
-    The run calls `keep` or `drop` for its values as soon as it has computed them; each has memory of its own. Other
+    The run calls `keep` or `drop` for a value as soon as it has computed it; each value has memory of its own. Other
     tensors are saved as without this context. `around` makes the context in which values are recomputed.
     """
 
@@ -74,11 +74,11 @@ class PartialSaving:
         self.around = around
         self._keeper = innermost_keeping.get()
         self.autocast = autocast_now(devices)
-        # Weak: once autograd has released all parts of a value, it is not needed.
+        # Weak references: a value is not needed once autograd has released all saved parts of it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         self._kept: dict[int, Callable[[], Any]] = {}  # functions that return kept values unchanged
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
-        # tensors saved before `keep` or `drop` was called for their memory, whose address must not be reused
+        # tensors saved before `keep` or `drop` for their storage; the last entry keeps the address from reuse
         self._early: dict[int, list[tuple[ref[_Saved], _View, torch.dtype, StorageWeakRef]]] = {}
         self._to_drop = len(recipe.needs)
         self._handing_over = innermost_run.get()
@@ -92,7 +92,7 @@ class PartialSaving:
     def __exit__(self, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
-        # Nothing is saved from here on. Each dropped value holds its sources; release the rest.
+        # The run is over. Each dropped value holds the values that it is computed from; release all others.
         self._storages.clear()
         self._early.clear()
         self._kept.clear()
@@ -106,7 +106,7 @@ class PartialSaving:
             self._kept[number] = self._keeper.save(value, for_numbers=True).tensor
 
     def drop(self, number: int, value: torch.Tensor) -> None:
-        # By address, kept from reuse by the weak reference: autograd saves views and aliases, which are other objects.
+        # By address, since autograd saves views and aliases, which are other objects. The reference prevents its reuse.
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
         # Some operators save their result before they return it.
@@ -121,7 +121,7 @@ class PartialSaving:
         storage, saved = tensor.untyped_storage(), _Saved()
         view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         found = self._storages.get(storage._cdata)
-        # A view in another dtype is kept: all parts of a recomputed value have the value's own dtype.
+        # Keep a view in another dtype: a recomputed value can restore only views in its own dtype.
         if found is not None and found[2] == tensor.dtype:
             saved.content = self._dropped(found[1]), view
         else:
@@ -135,7 +135,7 @@ class PartialSaving:
         return saved
 
     def _end_if_complete(self) -> None:
-        # Until the last value is dropped, earlier saved tensors may still belong to it.
+        # Not before the last `drop`: tensors saved earlier may turn out to belong to a dropped value.
         undecided = self._keeper is not None and self._keeper.undecided
         if self._handing_over is not None and not self._to_drop and not undecided:
             self._handing_over.end_if_complete()
@@ -148,7 +148,7 @@ class PartialSaving:
 
 
 class _Dropped:
-    """A value to recompute. All tensors saved of it share this object, so it is recomputed once."""
+    """A value to recompute. All saved tensors that are parts of it share this object, so it is recomputed once."""
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 
@@ -160,32 +160,32 @@ class _Dropped:
 
     def value(self) -> torch.Tensor:
         if self.made is None:
-            there, missing = self._plan()
-            # No cache: a weight cast here has no history, and a later forward would find it so.
+            available, missing = self._plan()
+            # Without autocast's cache: a later forward would find weights in it that were cast here, without history.
             autocast = restored_autocast(self.run.autocast, cache=False)
             around = nullcontext() if self.run.around is None else self.run.around()
             with torch.no_grad(), autocast, around as reading:
-                self._make(there, missing, reading)
+                self._make(available, missing, reading)
         return self.made  # type: ignore[no-any-return]  # a tensor
 
     def _plan(self) -> tuple[dict[int, Any], list[int]]:
-        """Return the available values, and the numbers of those to compute from them, in order."""
-        there: dict[int, Any] = {}
+        """Return the available values, and the numbers of the values to compute from them, in order."""
+        available: dict[int, Any] = {}
         missing: set[int] = set()
         pending = [self.number]
         while pending:
             number = pending.pop()
-            if number in there or number in missing:
+            if number in available or number in missing:
                 continue
             shared = self.run.dropped.get(number)
             if number in self.kept:
-                there[number] = self.kept[number]()
+                available[number] = self.kept[number]()
             elif shared is not None and shared.made is not None:
-                there[number] = shared.made
+                available[number] = shared.made
             else:
                 missing.add(number)
                 pending.extend(self.run.recipe.calls[number].reads)
-        return there, sorted(missing)  # numbers are positions in a graph: none reads a later one
+        return available, sorted(missing)  # numbers are positions in a graph: a value reads only earlier ones
 
     def _make(self, values: dict[int, Any], missing: list[int], reading: Reading | None) -> None:
         calls = self.run.recipe.calls
@@ -203,11 +203,11 @@ class _Dropped:
                     del values[read]
 
 
-_View = tuple[torch.Size, tuple[int, ...], int]  # Size, strides and offset of a part of a value
+_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a view of a value
 
 
 class _Saved:
-    # No `__init__`: one is made for every saved tensor.
+    # Without `__init__`, which takes time: every saved tensor makes one of these.
     __slots__ = ("__weakref__", "content")
     content: Saved | tuple[_Dropped, _View]
 

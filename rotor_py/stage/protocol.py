@@ -1,6 +1,6 @@
-"""Storage modes, and optional offers of a stage: other ways to run it, and facts for running it alone.
+"""Storage modes, and optional offers of a stage: other ways to run it, and facts that running it requires.
 
-A user's layer offers nothing; a captured stage derives from `StageOffers`. Every use goes through `offers_of`.
+A user's layer offers nothing; a captured stage derives from `StageOffers`. All code reads offers through `offers_of`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Run = Callable[[Any], Any]  # runs a stage: maps its input to its output
 # a stage by its index, for errors. Returns the output of the last, without the values that the stages share.
 RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
 
-Wrap = Callable[[nn.Module], nn.Module]  # replaces a piece of a stage
+Wrap = Callable[[nn.Module], nn.Module]  # returns the module to run instead of a piece of a stage
 
 
 class StageOffers:
-    """Offers of a stage. Every default offers nothing, so a stage overrides only what it has."""
+    """Offers of a stage. By default, a stage offers nothing; subclasses override their offers."""
 
-    # Output tensors handed on outside the chain: name, and index among the output tensors.
+    # Output tensors that later stages read without passing them along the chain: name, and index among the outputs.
     carried: Mapping[str, int] = MappingProxyType({})
-    # Output tensors that are otherwise unused input tensors: output index to input index. Gradients pass unchanged.
+    # Input tensors passed through to the output, and otherwise unused: output index to input index.
     handed_on: Mapping[int, int] = MappingProxyType({})
-    # Positions of the input values that the stage reads and hands on. Stages with one signature (`stage_signature`)
-    # cost the same whichever values they read, but compiled code reads fixed ones.
+    # Positions of the input values that the stage reads and passes on. Stages with equal signatures (`stage_signature`)
+    # cost the same whichever values they read, but compiled code reads values at fixed positions.
     wiring: Hashable = None
-    # For every input tensor, whether it needs a gradient in training; None if only a run shows it.
+    # For every input tensor, whether it needs a gradient in training; None if only a run shows this.
     needs_gradient: Sequence[bool] | None = None
     saves_through_hooks = True  # whether saved-tensor hooks active during a run see the tensors that autograd saves
     shared: int = 0  # number of values at the end of its input that all stages of the chain share
@@ -50,39 +50,39 @@ class StageOffers:
         return None
 
     def gather_begun(self) -> None:
-        """Gather the sharded parameters of modules that began before this stage. It gathers the others itself."""
+        """Gather the sharded parameters of modules whose forward began in an earlier stage."""
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
-        """Return how to run the stage with `wrap(piece)` for every compilable piece; None if it compiles as a whole."""
+        """Return a run of the stage with `wrap(piece)` for every compilable piece; None if it compiles as a whole."""
         return None
 
     def forward_skipping_output(self) -> Run | None:
-        """Return how to run the stage right before its backward, without output values; None if that saves nothing."""
+        """Return a run of the stage right before its backward, without output values; None if this saves no time."""
         return None
 
-    # Whether its `ways` run different code, which may round differently: then all its runs in a plan use its way.
+    # Whether its storage modes (`ways`) run different code, which may round differently: a plan then uses only one.
     ways_are_code = False
 
     def ways(self) -> tuple[str, ...]:
-        """Return the names of the partial storage modes, as `Keeper.name`. Each keeps less than those before it."""
+        """Return the names of its partial storage modes, as in `Keeper.name`. Each keeps less than those before it."""
         return ()
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
-        """Return those of its `ways` that apply to `value`; may run the stage to find out."""
+        """Return the storage modes that apply to `value`; may run the stage to find out."""
         return self.ways()
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        """Return how to run the stage stored by one of its `ways`. With `skip_output`, the output has no values."""
-        raise InvalidValueError(f"the stage has no way {way!r}", kind="unknown_way", name=way)
+        """Return a run of the stage in a storage mode of `ways`. With `skip_output`, the output has no values."""
+        raise InvalidValueError(f"the stage has no storage mode {way!r}", kind="unknown_way", name=way)
 
 
 class _Joined(StageOffers):
-    """Offers of stages that run one after the other as one: no partial storage modes, which would concern others."""
+    """Offers of consecutive stages run as one. No partial storage modes: each would apply to one part only."""
 
     def __init__(self, parts: Iterable[StageOffers]) -> None:
         self._parts = list(parts)
         if self._parts:
-            self.carried = self._parts[-1].carried  # the output is the last one's
+            self.carried = self._parts[-1].carried  # of the last part, whose output this is
             self.needs_gradient = self._parts[0].needs_gradient
             self.shared, self.last = self._parts[0].shared, self._parts[-1].last
         self.wiring = tuple(part.wiring for part in self._parts)
@@ -98,7 +98,7 @@ class _Joined(StageOffers):
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
         runs = [part.in_pieces(wrap) for part in self._parts]
-        # Either all stages of a model are in pieces (sharded), or none.
+        # Either all stages of a model run in pieces (sharded), or none does.
         found = [run for run in runs if run is not None]
         return (lambda value: reduce(lambda made, run: run(made), found, value)) if found else None
 
@@ -138,70 +138,69 @@ def own_of(way: str, keepers: Container[str]) -> str | None:
 
 
 def base_of(way: str, ways: Collection[str]) -> str | None:
-    """Return the one of `ways` to which `way` adds a keeper; None if there is none, or it adds it to the whole stage.
+    """Return the mode in `ways` to which the mode `way` adds a keeper; None if it adds none, or adds it to no mode.
 
-    A mode with a keeper implies the keeper alone among `ways`. Otherwise the suffix belongs to the name.
+    A suffix is a keeper only if `ways` also has this keeper as a mode. Otherwise the suffix is part of the name.
     """
     base, _, keeper = way.rpartition(_AND)
     return base if base in ways and keeper in ways else None
 
 
 class Trial:
-    """Tells from a run of a stage whether a storage mode pays; by default it does not, whatever runs."""
+    """Find out, from a run of a stage, whether a storage mode is worth measuring. By default it never is."""
 
-    pays: bool = False  # whether the mode is worth measuring, as far as a run has shown
-    # Bytes saved by the run, without parameters, input, output and storages below a page; None before a run.
+    pays: bool = False  # whether a run has shown that the mode is worth measuring
+    # Bytes that autograd saved in the run, without parameters, input, output and storages below a page; None before it.
     saved_bytes: int | None = None
 
     def watch(self, run: Run) -> Run:
-        """Wrap `run`, which then saves unchanged. Raises RuntimeError where hooks are refused."""
+        """Wrap `run` to observe it; it saves the same tensors. Raises RuntimeError where hooks are refused."""
         return run
 
 
 class Keeper:
     """Keeps the saved tensors of any stage in another form. All processes of a training need the same keepers."""
 
-    # Name of the storage mode: the text after "stored" in a report. Plan files contain it: never change it.
+    # Name of the storage mode, which reports print after "stored". Never change it, since plan files contain it.
     name: str
-    keeps_the_rest: ClassVar[bool] = False  # whether it may keep tensors that another keeper of the same run declined
+    keeps_the_rest: ClassVar[bool] = False  # whether it may keep tensors that another keeper of the same run declines
 
     def suits(self, function: Callable[..., Any]) -> bool:
         return True
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        """Wrap `run`, a run of `function`, so that its graph saves in this form. The values are the same."""
+        """Wrap `run`, a run of `function`, so that its graph saves tensors in this form. The output is the same."""
         return run
 
     def trial(self, function: Callable[..., Any]) -> Trial:
-        """Return a trial that tells whether the mode is worth measuring for the stage `function`."""
+        """Return a trial of whether the mode is worth measuring for the stage `function`."""
         return Trial()
 
 
-# With saved tensors offloaded, the stage runs as without. What to offload, and when, concerns the step (`offload`).
-
-
+# The storage mode of a stage whose saved tensors a plan may offload. The stage runs as if stored whole; the executor
+# decides what to offload, and when (`offload`).
 class _Elsewhere(Keeper):
-    """It costs the same as without it, except for the offloaded bytes, so no trial is needed."""
+    """Costs the same as the stage without it, except for the offloaded bytes, so no trial is needed."""
 
     name = "elsewhere"
     keeps_the_rest = True
 
     def __reduce__(self) -> str:
-        return "ELSEWHERE"  # a copy of a model has this very keeper
+        return "ELSEWHERE"  # copies of a model share this object
 
 
-ELSEWHERE: Keeper = _Elsewhere()  # offered to runners where a plan may offload; `measure.stage_ways` has its bytes
+ELSEWHERE: Keeper = _Elsewhere()  # for runners of plans that may offload; `measure.stage_ways` counts its bytes
 
 
 def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -> bool:
-    """Whether no hook (but of `module` itself, `but_for_its_hooks`), compiler or other forward is in or on `module`."""
+    """Whether `module` and its parts have no hook (`but_for_its_hooks`: of its own), compiler or replaced forward."""
     unhooked = [each for each in module.modules() if not (but_for_its_hooks and each is module)]
     return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
 
 
 @contextmanager
 def calling_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Make a call of `module` run its hooks, and `forward` once in place of its own."""
+    """Make the first call of `module` inside the context run its hooks, and `forward` instead of its own forward."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         vars(module).pop("forward", None)  # first, so `forward` finds the module unchanged

@@ -1,4 +1,4 @@
-"""Replay in a recomputation the decisions of operators, and the draws from Python's and NumPy's RNGs."""
+"""In a recomputation, replay the decisions of operators, and the draws from Python's and NumPy's RNGs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_ma
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.named_state import named_objects
 
-# Random streams outside PyTorch's RNG: Python's, NumPy's, and generators that a model holds. Reading them takes longer
-# than PyTorch's own, so each step reads only those from which the first forward of a stage has drawn.
+# Random streams outside PyTorch's RNG: Python's, NumPy's, and generators that a model holds. Reading their states takes
+# longer than PyTorch's, so each step reads only the streams from which the first forward of a stage has drawn.
 
 
 class Stream(NamedTuple):
@@ -50,7 +50,7 @@ def streams_of(function: Callable[..., Any]) -> list[Stream]:
 
 @contextmanager
 def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
-    """Yield a list that holds, once the context exits, the streams that a forward of `function` in it drew from."""
+    """Yield a list that gets, when the context exits, the streams from which a forward of `function` has drawn."""
     known = _drawing.get(function) if isinstance(function, nn.Module) else None
     before = [(stream, stream.state()) for stream in (streams_of(function) if known is None else known)]
     result: list[Drawn] = []
@@ -62,7 +62,7 @@ def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
 
 
 def draws(function: Callable[..., Any]) -> bool:
-    """Whether a forward of the stage drew from these streams, so that the next may differ."""
+    """Whether the stage's first forward drew from these streams, so that the next may differ."""
     return isinstance(function, nn.Module) and bool(_drawing.get(function))
 
 
@@ -108,14 +108,14 @@ def _of_generator(generator: torch.Generator) -> Stream:
     return Stream(state, set_back)
 
 
-# A recomputation could decide differently from its numbers (experts of a token, a top-k, a branch): sums over processes
-# and atomic additions on a GPU vary in the last digits. A token's loss would come from one expert and its gradient from
-# another, and processes that decide differently would deadlock. So recomputations replay the first run's decisions.
+# A recomputation might decide otherwise than the first run (experts of a token, a top-k, a branch), since sums over
+# processes and atomic additions on a GPU vary in the last digits. Then a token's loss would come from one expert and
+# its gradient from another, and processes could deadlock. So recomputations replay the first run's decisions.
 
 Decisions = tuple[tuple[Any, Any], ...]  # the deciding operators in order, each with its result
 
 _aten = torch.ops.aten
-# Operators that select numbers. Not pooling: its indices change only a gradient, and would take much memory.
+# Operators that select numbers, except pooling: its indices change only a gradient, and would take much memory.
 _SELECTIONS = {
     _aten.topk,
     _aten.sort,
@@ -129,7 +129,7 @@ _SELECTIONS = {
     _aten.mode,
     _aten._local_scalar_dense,
 }
-# Operators that read no number of their argument.
+# Operators that read no numbers of their arguments.
 _NO_DECISIONS = {
     _aten.empty_like,
     _aten.zeros_like,
@@ -139,17 +139,17 @@ _NO_DECISIONS = {
     torch.ops.prim.device,  # asked of fake tensors
 }
 
-# Whether the operators now running do not belong to the stage.
+# Whether the running operators are this project's, not the stage's.
 _not_the_stage: ContextVar[bool] = ContextVar("rotor_py.not_the_stage", default=False)
-_undecided: WeakSet[nn.Module] = WeakSet()  # the stages whose first run decided nothing
-_bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the most bytes of the decisions of a run, per stage
+_undecided: WeakSet[nn.Module] = WeakSet()  # stages whose first run made no decision
+_bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # per stage, largest bytes of the decisions of a run
 
 
 @contextmanager
 def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]]:
-    """Yield a list that holds the decisions of `function`, run inside this context, once the context exits.
+    """Yield a list that gets, when the context exits, the decisions of a run of `function` inside the context.
 
-    A module that decided nothing in its first run is not watched again: watching takes time for every operator.
+    A module that made no decision in its first run is not recorded again: recording costs time for every operator.
     """
     result: list[Decisions] = []
     if decides_nothing(function):
@@ -169,13 +169,13 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
 
 
 def decisions_repeated(decisions: Decisions) -> Any:
-    """Return a context in which a stage replays its decisions. Raises RuntimeError if it makes others."""
+    """Return a context in which a stage replays these decisions. Raises RuntimeError if other operators decide."""
     return _Repeating(decisions) if decisions else nullcontext()
 
 
 @contextmanager
 def not_deciding() -> Iterator[None]:
-    """Exclude operators in this context from the decisions of the running stage."""
+    """Do not count operators in this context as decisions of the running stage."""
     outside = _not_the_stage.set(True)
     try:
         yield
@@ -192,13 +192,13 @@ def decides_nothing(function: Callable[..., Any]) -> bool:
 
 
 def remember_undecided(function: Callable[..., Any]) -> None:
-    """Never watch this stage, not even in its first run: an identical one decides nothing."""
+    """Never record decisions of this stage, not even in its first run: an identical stage makes none."""
     if isinstance(function, nn.Module):
         _undecided.add(function)
 
 
 class _Watching(TorchDispatchMode):
-    """Dispatch mode below autograd, which continues from the result that the mode returns."""
+    """Base of dispatch modes that observe decisions below autograd, which continues with the results they return."""
 
     def __init__(self, decisions: Decisions = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -223,18 +223,18 @@ class _Repeating(_Watching):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))  # in any case: it may draw random numbers
+        made = func(*args, **(kwargs or {}))  # even if its result is replaced: it may draw random numbers
         if not _decides(func, (args, kwargs), made):
             return made
         nothing: tuple[Any, Any] = (None, None)
         decided, before = self.decisions.pop(0) if self.decisions else nothing
         if decided is not func:
             raise InvalidStateError(
-                f"a stage must decide the same in every run: {func} decides something new in the recomputation",
+                f"a stage must make the same decisions in every run: {func} makes a new one in the recomputation",
                 kind="rerun_differs",
                 name=str(func),
             )
-        if func._schema.is_mutable:  # it wrote its result into memory that others read
+        if func._schema.is_mutable:  # its result is in memory that other operators read
             for tensor, decision in zip(tensors_in(made), tensors_in(before), strict=True):
                 tensor.copy_(decision)
             return made

@@ -1,4 +1,4 @@
-"""Run one stage: a first forward, without a graph, or a recomputation with a graph of its own."""
+"""Run one stage: first in the caller's graph or without a graph, later recomputed without or with its own graph."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class AttachedStage:
             )
         sources = [*self.inputs, *self.parameters]
         given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
-        wanted: list[Any] = [source for source in sources if source is not None]
-        if not given or not wanted:  # torch.autograd.grad refuses both
+        needed: list[Any] = [source for source in sources if source is not None]
+        if not given or not needed:  # torch.autograd.grad refuses empty lists
             return [None] * len(sources)
         roots, arriving = [y for y, _ in given], [g for _, g in given]
         with During("backward", self.name):
-            found = iter(torch.autograd.grad(roots, wanted, arriving, retain_graph=retain_graph, allow_unused=True))
+            found = iter(torch.autograd.grad(roots, needed, arriving, retain_graph=retain_graph, allow_unused=True))
         return [None if source is None else next(found) for source in sources]
 
     def refuse_other_leaves(self, origin: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class AttachedStage:
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
                 raise InvalidStateError(
-                    f"as stage {self.name!r}, pass the torch.nn.Module that owns its parameters: it uses one of "
+                    f"stage {self.name!r} must be the torch.nn.Module that owns its parameters: it uses one of "
                     f"shape {tuple(leaf.shape)} that it does not own, whose gradient would be lost",
                     kind="foreign_parameter",
                     name=self.name,
@@ -90,7 +90,7 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
 
 
 def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
-    """Return edges of the tensors in `value`, and nodes: an edge alone does not keep a node written in Python."""
+    """Return edges of the tensors in `value`, and nodes to hold: an edge does not hold a node written in Python."""
     tensors = tensors_in(value)
     # The node of a view holds the node before it, and no tensor. `get_gradient_edge` does the same in newer torch.
     with torch.enable_grad():
@@ -98,8 +98,8 @@ def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors], owners
 
 
-# A stage runs in the caller's graph (`forward`); first before recomputations (`first`, or `attach_first` with a graph
-# of its own); recomputed without a graph (`again`) or with one of its own (`attach`).
+# A stage runs in the caller's graph (`forward`); or for the first time, to be recomputed later (`first`, or
+# `attach_first` with a graph of its own); or recomputed, without a graph (`again`) or with its own (`attach`).
 
 Context = tuple[Any, ...]
 
@@ -107,11 +107,11 @@ Context = tuple[Any, ...]
 class StageRunner:
     """Run `function` in the surrounding graph, without a graph, or with a graph of its own.
 
-    A runner keeps no state of a forward, so it serves several in flight. All stages of a forward share its `context`: a
-    function gets it after its own values, in one tuple, and returns it likewise if it `hands_on`.
+    A runner has no state of a forward, so it serves several in flight. All stages of a forward share its `context`:
+    `function` gets a tuple of its own values and the context, and with `hands_on` returns such a tuple.
 
-    `option` says how a graph is stored: 0 stores all that autograd saves, n the n-th of `ways`, by default of all
-    `offered`. An `open` module runs functions of the caller's: parameters that it does not own raise an error.
+    `option` says how a graph is stored: 0 stores all tensors that autograd saves, n is the n-th storage mode in `ways`,
+    by default in `offered`. An `open` module runs functions of the caller's: it must own all parameters that they use.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class StageRunner:
     def by(self, option: int) -> StageRunner:
         if option == self.option:
             return self
-        other = copy(self)  # other runs of the stage in the same step may use another option
+        other = copy(self)  # another run of the stage in this step may use this runner's option
         other.option, other._way = option, self._way_of(option)
         return other
 
@@ -152,7 +152,7 @@ class StageRunner:
         if way is not None and way not in offered:
             named = f" ({way})" if way else ""
             raise InvalidValueError(
-                f"the plan runs stage {self.name!r} by option {option}{named}, which it does not have here; plan again",
+                f"plan again: stage {self.name!r} no longer has the plan's storage option {option}{named}",
                 kind="unknown_way",
                 name=self.name,
                 option=option,
@@ -167,7 +167,7 @@ class StageRunner:
         return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
-        """Return the `offered` modes worth measuring on `value`, given the `keepers` that pay; may run the stage."""
+        """Return the `offered` modes worth measuring on `value`, with the `keepers` worth it; may run the stage."""
         paying = [each for each in self._suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 
@@ -189,7 +189,7 @@ class StageRunner:
         return forward_skipping_output(self.function) is not None
 
     def make_ready(self) -> None:
-        """Generate the code that runs the stage with a graph, if it is generated lazily."""
+        """Generate the code that runs the stage with a graph, if the stage generates it lazily."""
         for skip_output in (False, self.can_skip_output):
             self._run_of(self._way, skip_output)
 
@@ -202,8 +202,8 @@ class StageRunner:
         return output
 
     def first(self, value: Any, context: Context = ()) -> tuple[Any, Surroundings]:
-        """Run it for the first time; return its output and the state that it started from."""
-        # Gradients are on for a stage that is `Fe` first and recomputed later, and off inside a node.
+        """Run the stage for the first time; return its output and the state that it started from."""
+        # Grad mode is on for a stage that is `Fe` first and recomputed later, and off inside a node.
         graph = torch.is_grad_enabled()
         with self._in_forward, self.recorded(value, context) as surroundings:
             output = self._run(self._way, value, context) if graph else self._run_without_graph(value, context)
@@ -220,7 +220,7 @@ class StageRunner:
             return surroundings.run(self._run_without_graph, value, context)
 
     def _run_without_graph(self, value: Any, context: Context) -> Any:
-        # Without a graph nothing is stored, so all options agree, except for rounding by other code.
+        # Without a graph, all options have the same result, unless their code rounds differently.
         way = self._way if self._offers.ways_are_code else None
         if recall_effects(self.function).graph_dependent:
             with torch.enable_grad():
@@ -229,11 +229,11 @@ class StageRunner:
         return self._run(way, value, context)
 
     def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
-        """Run the stage in a storage mode, None for whole, and wait for the collectives behind its output: a recomputed
-        one may have no reader, and PyTorch holds the memory of an `AsyncCollectiveTensor` until a wait.
+        """Run the stage in a storage mode (None: whole), and wait for its output's pending collectives: a recomputed
+        output may have no reader, and PyTorch holds the memory of an `AsyncCollectiveTensor` until a wait.
         """
         run = self._run_of(way, skip_output) if way is not None or skip_output else self.function
-        # A stage may change a dict that it gets, which is there for its other runs, too.
+        # Copy dicts and lists in the input: a stage may change them, and its other runs get them, too.
         value = with_own_containers(value)
         output = run((*value, *context) if context else value)
         wait_for(output)
@@ -250,10 +250,10 @@ class StageRunner:
     def attach(
         self, value: Any, surroundings: Surroundings, context: Context = (), *, skip_output: bool = False
     ) -> tuple[AttachedStage, Any]:
-        """Recompute it with a graph of its own, exactly as in the first run; return the graph and the output.
+        """Recompute the stage with a graph of its own, exactly as in the first run; return the graph and the output.
 
-        With `skip_output`, the output has no values. The graph ends at aliases of the parameters. The calling engine
-        gets their gradients, calls the hooks of the real parameters and accumulates into `grad`, once.
+        With `skip_output`, the output has no values. The graph ends at aliases of the parameters, whose gradients go to
+        the caller's engine: this calls the hooks of the real parameters, and accumulates into `grad`, only once.
         """
         restored, trained = surroundings.restored(self.function, graph=True), surroundings.trained
         run = partial(surroundings.run, self._run, self._way)
@@ -261,7 +261,7 @@ class StageRunner:
         return attached, output
 
     def attach_first(self, value: Any, context: Context = ()) -> tuple[AttachedStage, Any, Surroundings]:
-        """Run it for the first time with a graph of its own; return the graph, the output and the recorded state."""
+        """Run the stage for the first time, with a graph of its own; return the graph, output and recorded state."""
         around, run = self.recorded(value, context), partial(self._run, self._way)
         attached, output, found = self._attach(self._in_forward, around, run, value, context)
         return attached, output, found[0]
@@ -279,16 +279,16 @@ class StageRunner:
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
         inputs, owners = edges_and_owners(entered)
-        # `around` inside `enable_grad`: autocast caches cast weights only where there is a graph.
+        # `around` comes after `enable_grad`: autocast caches cast weights only in grad mode.
         with during, torch.enable_grad(), around as found:
             slots = parameter_slots(self.function, trained)
-            # Aliases, since hooks of parameters would fire here, and again when the outer engine has the gradient.
+            # Aliases, since hooks of parameters would run here, and again when the outer engine has the gradient.
             aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
             with substituted(slots, aliases):
                 output = run(entered, context, skip_output)
         outputs, owners_of_output = edges_and_owners(output)
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + owners_of_output, self.name)
-        if self.open:  # walks the whole graph, so not for a layer that owns all it uses
+        if self.open:  # this walks the whole graph, so skip it for a layer that owns all its parameters
             attached.refuse_other_leaves(origin)
         return attached, output, found
 
@@ -298,8 +298,8 @@ class StageRunner:
 
 
 def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:
-    """Run a stage in the surrounding graph; return its output, and the saved tensors that could be offloaded: not
-    inputs, parameters, outputs that are held, and tensors that the runner keeps in another form.
+    """Run a stage in the surrounding graph; return its output, and its saved tensors that can be offloaded. These are
+    not inputs, parameters, outputs that are held, or tensors that the runner keeps in another form.
     """
     offloadable = OffloadableStorages()
     held = [*tensors_in((value, context)), *owned_tensors(runner.function)]

@@ -1,4 +1,4 @@
-"""Saved tensors: what the backward reads of them, and how a recomputation hands them over."""
+"""Saved tensors: whether the backward reads their numbers, signs or shape, and how a recomputation hands them over."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import is_fake
 from rotor_py.errors import InvalidStateError
 
-# Objects that autograd holds in place of saved tensors. Rules: see the Note in `compressing_hooks`.
+# Objects that autograd holds instead of saved tensors. Rules: see the Note in `compressing_hooks`.
 
 
 class Saved(Protocol):
-    """Saved in place of a tensor or of a whole storage, unchanged or in another form."""
+    """An object saved instead of a tensor or a whole storage, which it holds unchanged or in another form."""
 
     def tensor(self) -> torch.Tensor:
-        """Return a tensor of the same elements, dtype and device, any number of times. RuntimeError if overwritten."""
+        """Return the tensor, with its dtype and device, any number of times. RuntimeError if it was overwritten."""
         ...
 
 
@@ -43,8 +43,8 @@ class SavedAsItIs:
     def tensor(self) -> torch.Tensor:
         if self._tensor._version != self._writes:
             raise InvalidStateError(
-                f"write to the tensor of shape {tuple(self._tensor.shape)} after the backward, not before: it was "
-                "modified by an in-place operation since the forward",
+                f"write to the tensor of shape {tuple(self._tensor.shape)} after the backward, not before: an in-place "
+                "operation has modified it since the forward, and the backward needs it",
                 kind="saved_tensor_changed",
             )
         return self._tensor
@@ -56,12 +56,12 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
-# The backward of ReLU and similar nodes reads only the sign of a saved tensor. A saved-tensor hook does not know its
-# node. But nodes are numbered in creation order, and a tensor knows its own: a result saved by its own node is known at
-# once. Nodes that save an input are found in the graph behind later tensors.
+# The backward of ReLU and similar nodes reads only the sign of a saved tensor. A saved-tensor hook does not get the
+# node that saves. But nodes are numbered in creation order, and a tensor knows the node that made it: if this node has
+# the last number, it saves its own result. A node that saves an input is found in the graph behind later tensors.
 #
-# Hardtanh and ReLU6 are left out. Whether their backward lets a gradient pass at a NaN depends on its position in
-# memory: vector instructions and the remainder loop differ. One bit per number cannot tell.
+# Hardtanh and ReLU6 need the numbers. Whether their backward lets a gradient pass at a NaN depends on its position in
+# memory: vector instructions and the remainder loop differ. One bit per number cannot record this.
 
 
 class Need(Enum):
@@ -78,15 +78,15 @@ class Need(Enum):
         return other if self is Need.SHAPE else Need.NUMBERS
 
 
-# Most nodes to search for those that save a tensor. A guess: if too small, numbers are kept where a sign would do.
+# Maximum number of nodes to search for a saving node. A guess: with fewer, numbers are kept where a sign would do.
 _MOST_NODES = 256
-# Name prefixes of nodes that read only the shape of their input: indices mark the largest of a window.
+# Name prefixes of nodes that read only the shape of their input: max pooling saves indices besides.
 _SHAPE_ALONE = ("AvgPool", "MaxPool")
-_SEEN = ("cpu", "cuda")  # devices whose kernels were read for their needs
+_SEEN = ("cpu", "cuda")  # devices of whose kernels the source was checked
 
 
 def last_node() -> int:
-    """Return the sequence number of this thread's latest node: in a hook, the node that saves."""
+    """Return the sequence number of this thread's latest node: inside a hook, the node that saves."""
     return torch_compat.get_sequence_nr() - 1
 
 
@@ -96,7 +96,7 @@ def own_need(tensor: torch.Tensor, number: int) -> Need | None:
 
 
 def need_of(node: Node, device: torch.device) -> Need:
-    """Return what the backward of `node` reads of its saved floating tensor."""
+    """Return the part of its saved floating tensor that the backward of `node` reads."""
     name = node.name()
     if device.type not in _SEEN:
         return Need.NUMBERS
@@ -120,7 +120,7 @@ def nodes_behind(
     while pending and len(found) < len(numbers) and (most is None or len(seen) < most):
         node = pending.pop()
         made_at = node._sequence_nr()
-        if made_at >= min(numbers) and node not in seen:  # a node is newer than those that it leads to
+        if made_at >= min(numbers) and node not in seen:  # a node is newer than the nodes behind it
             seen.add(node)
             if made_at in numbers:
                 found[made_at] = node
@@ -133,27 +133,27 @@ def _bound(node: Node, name: str) -> float | None:
 
 
 def _origin(tensor: torch.Tensor) -> Node | None:
-    # A view that was written to makes a new node when asked for one, which would renumber the others.
+    # Reading `grad_fn` of a view that was written to makes a new node, which would renumber others.
     return None if tensor._is_view() and tensor._version else tensor.grad_fn
 
 
-# The graph of the first run stays and holds no saved tensors. A recomputation saves the same tensors in the same order,
-# whole or in part, and hands them over. Autograd calls only the innermost hooks, so each kind hands over its own.
+# In a recomputed region, the graph of the first run holds no saved tensors. A recomputation saves the same tensors in
+# the same order, and hands them over. Autograd calls only the innermost hooks, so each kind of hook has to do this.
 
 
 class Waiting(Protocol):
     """Receiver of the tensors that a run saves."""
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
-        """Receive `saved`, which stands for the `number`-th saved `tensor`. Raises an error if it is another one."""
+        """Receive `saved`, which stands for the `number`-th saved `tensor`. Raises if the first run saved another."""
 
     @property
     def ends_after(self) -> int | None:
-        """Number of tensors to wait for; None if the run must go to its end."""
+        """Number of saved tensors after which the run may end; None if it must go to its end."""
 
 
 class Complete(Exception):  # noqa: N818  # no error: it ends a run
-    """Ends a run whose tensors have all been handed over."""
+    """Raised to end a run early, when it has handed over all saved tensors."""
 
     def __init__(self, run: HandingOver) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Complete(Exception):  # noqa: N818  # no error: it ends a run
 
 
 class HandingOver:
-    """Context for a run that hands over its saved tensors, and ends early when all are there."""
+    """Context for a run that hands over its saved tensors, and ends early when the last one is handed over."""
 
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
@@ -201,7 +201,7 @@ class HandingOver:
         return saved
 
 
-# The surrounding run that hands over its saved tensors; None if there is none.
+# The innermost run in progress that hands over its saved tensors, or None.
 innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
 
 
@@ -215,11 +215,11 @@ class NoReceiver:
         innermost_run.reset(self._outside)
 
 
-tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack hook of a saved tensor
+tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack hook of saved tensors
 
 
 class SavedInOrder:
-    """Record shape and byte sum of each tensor that a complete run saves: values would take as much memory."""
+    """Record shape and byte sum of each tensor that a complete run saves, not its values, to save memory."""
 
     ends_after = None
 

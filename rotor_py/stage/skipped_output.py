@@ -1,5 +1,5 @@
-"""Run a stage without computing its output: a recomputation right before the backward needs only the graph. Where the
-last operators save only their inputs, as a linear layer and a residual addition do, their output is allocated but not
+"""Run a stage without computing its output: a recomputation right before the backward needs only the graph. If the
+last operators save only their inputs, like a linear layer or a residual addition, their output is allocated but not
 computed. Autograd sees every operator, so the backward is the same.
 """
 
@@ -16,20 +16,20 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only
 from rotor_py.stage.protocol import Run, calls_forward_alone, offers_of
 
 _aten = torch.ops.aten
-# Slow layers of which autograd saves input and weight, but not the output.
+# Slow layers for which autograd saves input and weight, but not the output.
 _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.Linear,
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-# Layers that may follow: their backward does not depend on their input values.
+# Layers that may follow them: the backward of these does not depend on their input values.
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
 
 
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
-    """Return how to run a stage right before its backward; None if there is nothing to skip.
+    """Return a run of a stage right before its backward, without its output; None if this saves no time.
 
-    Without an offer of its own, a stage qualifies as a chain of layers with a matrix product near its end.
+    A stage without an offer (`StageOffers`) must be a chain of layers that ends in a matrix product, or nearly so.
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
@@ -39,14 +39,14 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     last = len(layers) - 1
     while last >= 0 and type(layers[last]) in _FOLLOWING and not getattr(layers[last], "inplace", False):
         last -= 1
-    # A hook, a compiler or another forward may read the output.
+    # A hook, a compiler or a replaced forward may read the output.
     if last < 0 or type(layers[last]) not in _PRODUCTS or not calls_forward_alone(function):
         return None
     return partial(_run, layers, last)
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator with a graph, without computing its output, which its backward never reads."""
+    """Call an operator with a graph, but do not compute its output, which its backward never reads."""
     with _SkippedOutputs():
         return function(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def _flat(module: nn.Module) -> list[nn.Module]:
 
 
 class _SkippedOutputs(TorchDispatchMode):
-    """Operators of `_MAKERS` return uninitialized memory. Below autocast and autograd: types and graph are theirs."""
+    """Makes operators of `_MAKERS` return uninitialized memory, below autocast and autograd, which work as usual."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -80,7 +80,7 @@ class _SkippedOutputs(TorchDispatchMode):
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
         if make is _sum and self._is_unwritten(args[0]) and _widens_nothing(*args):
-            # Linear layers add their bias in place, but not under a dispatch mode: the sum takes the product's memory.
+            # Linear layers add their bias in place, but not under a dispatch mode: reuse the product's memory here.
             return args[0].detach()
         made = make(func, *args, **(kwargs or {}))
         self._unwritten.append(made.untyped_storage())
@@ -102,7 +102,7 @@ def _product(_: Any, *args: torch.Tensor, **__: Any) -> torch.Tensor:
 
 
 def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
-    # Otherwise it may broadcast or promote, which `add` handles.
+    # Otherwise the sum may broadcast or promote: call the operator.
     alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     return torch.empty_like(a) if alike else func(a, b, **kwargs)
 
