@@ -131,30 +131,3 @@ def test_counts_of_steps_keep_their_values_and_afterwards_models_are_measured_ag
     assert network.report().predicted_for is None
     network(torch.randn(64, 256)).mean().backward()
     assert all(each.grad is not None for each in model.parameters())
-
-
-def large_llama() -> nn.Module:
-    """Four of the 32 blocks of a Llama of 8 billion parameters, all of which are alike, and fewer words."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4}
-    config = LlamaConfig(num_attention_heads=32, num_key_value_heads=8, rope_theta=500_000.0, **sizes)
-    return LlamaForCausalLM(config).to(torch.bfloat16)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_llama_of_billions_of_parameters_fits_a_device_if_its_optimizer_is_fused() -> None:
-    pytest.importorskip("transformers")
-    words = torch.zeros(1, 4096, dtype=torch.long)
-    inputs = {"input_ids": words, "labels": words}
-    options: dict[str, Any] = {"loss": lambda output: output.loss, "fresh_grads": True, "mem_limit": "10GiB"}
-    report = estimate(large_llama, inputs, "h100", optimizer=partial(torch.optim.AdamW, fused=True), **options)
-    parameters = 4 * 218_112_000 + 2 * 32_000 * 4096 + 4096
-    assert report.budget.fixed.parameters == pytest.approx(2 * parameters, rel=1e-6)
-    assert report.budget.fixed.optimizer == pytest.approx(4 * parameters, rel=1e-5)  # counts of steps are there, too
-    assert report.peak_bytes <= 10 * 2**30 < 11 * 2**30 < report.store_all_bytes
-    assert 1.0 < report.overhead < 1.2
-    # With foreach, the step of the optimizer makes copies of all parameters, and decides.
-    with pytest.raises(InfeasibleError):
-        estimate(large_llama, inputs, "h100", optimizer=torch.optim.AdamW, **options)
