@@ -40,11 +40,12 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(tree: ast.AST) -> Iterator[str]:
     """The project's modules that a file imports, anywhere in it and for type checkers as well."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -56,7 +57,7 @@ def imported(path: Path) -> Iterator[str]:
                     yield node.module
 
 
-IMPORTS = {name: {each for each in imported(path) if each != name} for name, path in MODULES.items()}
+IMPORTS = {name: {each for each in imported(tree) if each != name} for name, tree in TREES.items()}
 
 
 def room_of(name: str) -> str:
@@ -106,9 +107,8 @@ def private_fields(tree: ast.AST) -> set[str]:
 
 
 def test_no_class_reaches_into_private_fields_of_a_class_in_another_file() -> None:
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-    fields = {name: private_fields(tree) for name, tree in trees.items()}
-    for name, tree in trees.items():
+    fields = {name: private_fields(tree) for name, tree in TREES.items()}
+    for name, tree in TREES.items():
         theirs = set().union(*(found for other, found in fields.items() if other != name)) - fields[name]
         reached = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in theirs)
         assert not [found for found in map(ast.unparse, reached) if not found.startswith(("self._", "cls._"))], name
@@ -143,5 +143,5 @@ def without_kind(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_error_and_log_record_says_its_kind() -> None:
-    for name, path in MODULES.items():
-        assert not list(without_kind(ast.parse(path.read_text(encoding="utf-8")))), name
+    for name, tree in TREES.items():
+        assert not list(without_kind(tree)), name

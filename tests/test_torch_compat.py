@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rotor_profiling import torch_compat
-from tests.test_architecture import MODULES
+from tests.test_architecture import TREES
 
 CLASSES = {
     "AotAutograd", "AutoDispatchBelowAutograd", "BatchNorm", "CompileContext", "ConstantVariable", "CustomGraphPass",
@@ -81,6 +81,6 @@ def private_uses(tree: ast.AST) -> Iterator[str]:
 
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
-    for module, path in MODULES.items():
+    for module, tree in TREES.items():
         if module != "rotor_profiling.torch_compat":
-            assert not list(private_uses(ast.parse(path.read_text(encoding="utf-8")))), module
+            assert not list(private_uses(tree)), module

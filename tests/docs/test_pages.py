@@ -20,13 +20,13 @@ def names(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = ("batch.md", "capture.md", "compile.md", "estimate.md", "out-of-memory.md", "report.md")
+LONG = "batch capture compile estimate memory-budget out-of-memory pipelines report"
 """Pages whose blocks take longest."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page.name in LONG else page for page in pages()],
+    [pytest.param(page, marks=pytest.mark.slow) if page.stem in LONG.split() else page for page in pages()],
     ids=names,
 )
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
