@@ -60,9 +60,9 @@ def test_a_group_before_the_loss_is_stored_as_it_runs_unless_the_loss_needs_the_
 
 def test_a_resnet_is_recomputed_by_its_blocks_or_stages() -> None:
     torch.manual_seed(0)
-    model, images = ResNet(BasicBlock, (2, 2, 1, 1), num_classes=3), torch.randn(2, 3, 32, 32)
+    model, images = ResNet(BasicBlock, (2, 1, 1, 1), num_classes=3), torch.randn(2, 3, 32, 32)
     planned = checkpointed(model, images, level=4)
-    stages = [["layer1.0", "layer1.1"], ["layer2.0", "layer2.1"], ["layer3.0"], ["layer4.0"]]
+    stages = [["layer1.0", "layer1.1"], ["layer2.0"], ["layer3.0"], ["layer4.0"]]
     for level, expected in ((4, stages), (3, [[block] for stage in stages for block in stage])):
         groups = ByLevel.of(planned.model, level).groups(planned.names)
         assert [planned.names[group.start : group.stop] for group in groups] == expected

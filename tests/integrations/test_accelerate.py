@@ -27,7 +27,7 @@ def _accelerate_starts_anew() -> None:
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return blocks(4, 12)
+    return blocks(2, 12)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

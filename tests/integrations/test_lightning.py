@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return blocks(4, 12)
+    return blocks(2, 12)
 
 
 class Classifier(lightning.LightningModule):

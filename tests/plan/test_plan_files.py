@@ -231,7 +231,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_forged_plan_is_taken_whole_or_refused_in_a_sentence(saved, path: Path, data: st.DataObject) -> None:
     """Any parts replaced, moved or dropped, under a digest that fits."""

@@ -29,7 +29,7 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = self.enter(value)
@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 def chain() -> nn.Sequential:
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
-    for _ in range(4):
+    for _ in range(3):
         layers.append(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)))
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
@@ -290,8 +290,8 @@ def rows(count: int) -> torch.Tensor:
 def planned_for(kind: str, count: int) -> tuple[Checkpointable, nn.Module]:
     """A model planned for `count` rows, halfway between the least limit and storing everything; and the plain one."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
-    model = Tower(32, 6, 0.1) if kind == "captured" else nn.Sequential(*layers)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+    model = Tower(32, 4, 0.1) if kind == "captured" else nn.Sequential(*layers)
     plain = copy.deepcopy(model)
     return planned_at(0.5, model, rows(count), fresh_grads=True), plain
 
