@@ -1,4 +1,4 @@
-"""Divide a limit for the whole step into fixed memory, memory for the chain, and memory outside it."""
+"""Divide the memory limit of a step into fixed memory, memory for the chain, and memory outside the chain."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from rotor_solver import (
 from rotor_solver.in_flight import Footprint, busiest_of, least_in_flight_sequence, most_while_one_begins, peaks_of
 from rotor_solver.offload import Link, simulate_moves, solve_moving
 
-# Share of time that distinct sequences for backwards in reverse must save: at most the solver's gap.
+# Share of time that separate sequences for several forwards must save to be used. At most the solver's optimality gap.
 _WORTH = 0.005
-# a link too slow to finish any copy before its wait
+# A link so slow that every copy ends only when the sequence waits for it.
 _SLOWEST = Link(1e-9, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory of a step, and the sequences that fit a limit for all of it.
+    """The memory of a step, and the solver of sequences for a limit on it.
 
-    Besides the fixed memory, `before_bytes` are held while the layers before the chain run, and `stepping_bytes` while
-    the optimizer steps: the chain's input, its output, and fresh gradients. The optimizer's step takes `step_bytes`
-    more; None if unknown. `snapshot_bytes` are held as soon as anything is recomputed.
+    Besides the fixed memory, a step holds `before_bytes` while the layers before the chain run, and `stepping_bytes`
+    while the optimizer steps: the chain's input and output, and fresh gradients. The optimizer's step allocates
+    `step_bytes` more (None if unknown). A plan that recomputes anything holds `snapshot_bytes` throughout.
 
     `forwards` are in flight at once, with backwards in `backward_order`, one of `rotor_solver.in_flight.ORDERS`. A
-    sequence is the first one's, and holds the others'. Each other forward keeps its chain's bytes from
-    forward to backward, `held_beside` more, and its own snapshots.
+    sequence is for the first forward, and contains the sequences of the others (`Sequence.of_forwards`). Each waiting
+    forward holds its chain's saved bytes, `held_beside` bytes outside the chain, and its own snapshots.
     """
 
     fixed: FixedMemory
@@ -67,21 +67,21 @@ class Budget:
     held_beside: int = 0
     backward_order: str = "any"
     in_nodes: bool = False
-    """Whether the backward of a stored stage takes as much as that of a recomputed one."""
+    """Whether each stage is an autograd node: its backward then takes as much scratch memory as if recomputed."""
     freed_gradients: int = 0
-    """Bytes of gradients that the backward frees, each as soon as its parameter is stepped."""
+    """Bytes of gradients that are freed in the backward, each as soon as the optimizer has stepped its parameter."""
     view_bytes: int = 0
-    """Bytes of one forward's input"""
+    """Bytes of one forward's input."""
     rest_bytes: int = 0
-    """Further bytes of the batch that it is a view of, which other forwards' inputs may cover."""
+    """Bytes of the batch outside this input, if the input is a view of a batch, as a microbatch is."""
     link: Link | None = None
-    """Speed of offloading; None if nothing may be offloaded."""
+    """Bandwidth of offloading; None if nothing may be offloaded."""
     link_name: str = ""
-    """name of the offload tier"""
+    """Name of the offload tier."""
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """Bytes while the optimizer steps, as far as the optimizer is known."""
+        """Bytes in use while the optimizer steps. An unknown optimizer's own memory is not included."""
         return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
 
     def peak_bytes(self, sequence: Sequence) -> int:
@@ -95,11 +95,11 @@ class Budget:
         return max(before + self.before_bytes, self.optimizer_peak_bytes, running)
 
     def beside_chain(self, sequence: Sequence) -> int:
-        """Return bytes outside the chain of the `busiest` forward: fixed memory, snapshots, other forwards."""
+        """Return bytes outside the `busiest` forward's chain: fixed memory, its snapshots, and other forwards."""
         return self.busiest(sequence)[1]
 
     def busiest(self, sequence: Sequence) -> tuple[Sequence, int]:
-        """Return the sequence of the forward that sets the step's peak, and the bytes outside its chain then."""
+        """Return the sequence of the forward during which the step peaks, and the bytes then held outside its chain."""
         if self.forwards == 1:
             return sequence, self.fixed.total + self._snapshot(sequence)
         number, others = busiest_of(self.footprints(sequence), self.backward_order)
@@ -107,10 +107,10 @@ class Budget:
         return chosen, self.fixed.total + others + self._snapshot(chosen)
 
     def makespan(self, sequence: Sequence) -> float:
-        """Return seconds of all forwards in flight, with losses and backwards."""
+        """Return the seconds of all forwards in flight, their losses and their backwards."""
         if sequence.moves is not None:
             assert self.link is not None
-            # If no plan fits several forwards in flight, each follows the plan for one.
+            # A sequence with offloading is for one forward. If several are in flight, each follows it.
             return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, self.link).makespan
         return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
 
@@ -120,7 +120,7 @@ class Budget:
         return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, _SLOWEST).moved
 
     def footprints(self, sequence: Sequence) -> list[Footprint]:
-        """Return the footprint of each forward in flight, with its bytes outside the chain."""
+        """Return the footprint of each forward in flight, including its bytes outside the chain."""
         return [self.footprint(each) for each in sequence.of_forwards(self.forwards)]
 
     def footprint(self, sequence: Sequence) -> Footprint:
@@ -128,14 +128,14 @@ class Budget:
         return replace(found, kept=found.kept + more, left=found.left + more, peak=found.peak + more)
 
     def bytes_together(self, forwards: list[Footprint]) -> int:
-        """Return the peak bytes while these forwards are in flight, whichever of them runs."""
+        """Return the peak bytes while these forwards are in flight, over all times."""
         return self.fixed.total - self.held_beside + max(peaks_of(forwards, self.backward_order))
 
     def _snapshot(self, sequence: Sequence) -> int:
         return self.snapshot_bytes if recomputes(sequence) else 0
 
     def chain_limit(self, mem_limit: int) -> int:
-        """Return the bytes left for the chains of all forwards, inputs included, if anything is recomputed."""
+        """Return the bytes left for the chains of all forwards, inputs included, in a plan that recomputes anything."""
         others = (self.forwards - 1) * (self.held_beside + self.snapshot_bytes)
         return mem_limit - self.fixed.total - self.snapshot_bytes - others
 
@@ -158,7 +158,7 @@ class Budget:
         return f"nothing is moved to {self.link_name}: no plan within the limit would be faster for it"
 
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """Return the budget for `forwards` in flight, of which the first backward leaves `gradient_bytes` in memory."""
+        """Return the budget for `forwards` in flight. The first backward leaves `gradient_bytes` in memory."""
         if forwards == self.forwards:
             return self
         assert forwards > 1
@@ -181,7 +181,7 @@ class Budget:
 
     def _held_beside(self, measurement: Measurement) -> int:
         loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
-        # How much of the loss's memory its backward needs is unknown: all of it counts.
+        # Count all memory of the loss, since it is unknown how much of this the loss's backward needs.
         held = measurement.held_bytes if measurement.outputs_held else 0
         batch = self.view_bytes if measurement.prefix else 0
         return batch + carried + held + measurement.left_bytes + loss.kept_bytes + loss.temp_bytes
@@ -191,7 +191,7 @@ class Budget:
 
     def least_bytes(self) -> int:
         """Return the least limit for which there is a plan."""
-        # Storing all may need least: it needs no snapshots, which may exceed the savings of recomputing.
+        # Storing all may need least memory: recomputation needs snapshots, which may be larger than its savings.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, self.peak_bytes(self._least_sequence()))
 
@@ -207,8 +207,8 @@ class Budget:
         `algorithm` cannot solve this chain.
         """
         stored = store_all(self.chain)
-        # Storing all needs no snapshots, so it may fit the limit but not `chain_limit`, which leaves room for them.
-        # Other algorithms run in any case: the caller wants their sequence, not the fastest.
+        # Try storing all first: it needs no snapshots, for which `chain_limit` reserves room. But for an algorithm
+        # other than the default, the caller wants that algorithm's own sequence.
         if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
             return StoreAll().solve(self.chain, simulate(self.chain, stored).peak)
         if mem_limit < self.least_bytes():
@@ -228,7 +228,7 @@ class Budget:
         if isinstance(algorithm, Persistent):
             flying = solve_in_flight(self.chain, limit, self.forwards, order, worth=_WORTH, slots=algorithm.slots)
             return flying.sequence
-        # Any other algorithm only promises to keep its limit. Bisect for the largest limit at which all fit.
+        # Other algorithms take a limit for one forward only. Bisect for the largest one at which all forwards fit.
         little, much, found = 0, limit + 1, None
         while much - little > 1:
             middle = (little + much) // 2
@@ -244,8 +244,8 @@ class Budget:
         return self._least_sequence() if found is None else found
 
     def refuse(self, mem_limit: int, remedy: str = "") -> InfeasibleError:
-        """Return the error for a limit that is too small. `remedy` is a sentence before the default remedies."""
-        # The words match those by which accelerate's `find_executable_batch_size` detects a batch that is too large.
+        """Return the error for a limit that is too small. `remedy` is a sentence to put before the default remedies."""
+        # The message contains "out of memory", by which accelerate's `find_executable_batch_size` detects such errors.
         least = self.least_bytes()
         largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
         needs = ""
@@ -260,8 +260,8 @@ class Budget:
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 
     def with_fresh_gradients(self, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """Return the budget of this step with gradients, `gradient_bytes` in all, freed between steps."""
-        if self.forwards > 1:  # the first backward leaves gradients for the others
+        """Return the budget of this step if its gradients, `gradient_bytes` in all, are freed between steps."""
+        if self.forwards > 1:  # gradients of the first backward stay during the others
             return self
         return replace(
             self,
@@ -276,20 +276,20 @@ class Budget:
     def with_gradients_of(
         self, model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
     ) -> Budget:
-        """Return this budget with room for all gradients present now."""
+        """Return this budget with room for all gradients that exist now."""
         waiting = trained_bytes(model, device) if self.forwards > 1 else 0
         kept = waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
         return replace(self, fixed=replace(self.fixed, gradients=max(self.fixed.gradients, kept)))
 
     def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
-        """Return this budget with an updated chain from `measurement`, and `more_bytes` held throughout the step."""
+        """Return this budget with the chain of `measurement`, and with `more_bytes` more held throughout the step."""
         fixed = replace(self.fixed, other=self.fixed.other + more_bytes)
         beside = self._held_beside(measurement) if self.forwards > 1 else self.held_beside
         chain = self._chain(measurement, fresh_gradients=fresh_gradients, forwards=self.forwards)
         return replace(self, fixed=fixed, held_beside=beside, chain=chain)
 
     def with_outputs_held(self, before: Measurement, measurement: Measurement, *, fresh_gradients: bool) -> Budget:
-        """Return this budget with the outputs beside the loss held, as in `measurement` and not in the one `before`."""
+        """Return this budget for `measurement`, in which the caller holds outputs that it dropped in `before`."""
         more = measurement.returned_bytes - before.returned_bytes
         found = self.with_found(measurement, more, fresh_gradients=fresh_gradients)
         more = self.forwards * (measurement.output_bytes - before.output_bytes)
@@ -297,10 +297,10 @@ class Budget:
 
 
 def in_nodes(chain: Chain) -> Chain:
-    """Return the chain with every stage as a custom autograd node, whose graph is separate from the caller's."""
+    """Return the chain for stages that run as custom autograd nodes, each with a graph separate from the caller's."""
     stages = []
     for stage in chain.stages:
-        # A stored stage that is a node may hold its output, too, which a recomputed one skips.
+        # As a node, a stored stage may also hold its output, which a recomputed stage skips: take the larger memory.
         temp = [max(each.backward_temp, each.backward_temp_of_replay) for each in stage.options]
         options = tuple(replace(each, backward_temp=most) for each, most in zip(stage.options, temp, strict=True))
         stages.append(replace(stage, options=options))
@@ -321,8 +321,8 @@ def make_budget(
 ) -> Budget:
     """Make the budget of a step of `model` on `sample`.
 
-    `optimizer` is None if unknown, and steps the parameters that are not `stepped` in the backward. `buckets`: the
-    bytes for `communication` are already allocated, as DistributedDataParallel's buckets are.
+    `optimizer`, None if unknown, is for the parameters that are not `stepped` in the backward. `buckets`: the bytes for
+    `communication` are already allocated, as DistributedDataParallel's buckets are.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
     left = storage_bytes(each for each in left_tensors(model) if each.device == device) if measurement.left_bytes else 0
@@ -338,7 +338,7 @@ def make_budget(
         + unsplit_bytes(device, sum(stage.saved_bytes for stage in measurement.stages))
         + unaccounted_bytes(device, list(model.parameters()), accounted, optimizer),
     )
-    # The caller holds the batch and the output until the step ends, through the optimizer's step.
+    # The caller holds the batch and the output until the step ends, also while the optimizer steps.
     prefix = measurement.prefix
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     return Budget(
@@ -358,7 +358,7 @@ def peak_of(chain: Chain, sequence: Sequence) -> int:
     """Return the peak bytes of `sequence`, offloading included."""
     if sequence.moves is None:
         return simulate(chain, sequence).peak
-    # Offloaded memory is freed where the sequence waits for the copy, as if the link were the slowest.
+    # Assume the slowest link: a storage is freed only when the sequence waits for its copy, however fast the link is.
     return simulate_moves(chain, sequence, sequence.moves, _SLOWEST).peak
 
 

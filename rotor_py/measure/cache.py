@@ -1,4 +1,4 @@
-"""Cache measurements on disk, so that later runs do not measure the same stage again."""
+"""Cache measurements on disk, so that later processes do not measure the same stage again."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _log = logging.getLogger("rotor_py")
 
 @dataclass(frozen=True, slots=True)
 class StageFindings:
-    """Measured bytes of a stage: stored whole, then in each of the `ways`.
+    """Measured `bytes` of a stage: with everything stored, then in each storage mode of `ways`.
 
-    `decided_bytes`: bytes of its recorded routing decisions. `undecided`: it makes none, so no run watches for any.
-    `moving`: indices of changed buffers.
+    `decided_bytes`: bytes of its recorded routing decisions. `undecided`: it makes no such decisions, so runs need not
+    watch for them. `moving`: indices of the buffers that it changes.
     """
 
     bytes: tuple[StageBytes, ...]
@@ -52,17 +52,17 @@ class StageFindings:
 
 
 Runs = Sequence[StageRun]
-# Import time of this file: a file written later is not the code that this process runs.
+# Time when this module was imported. A file written later differs from the code that this process runs.
 _STARTED = time.time()
-# Packages with a digest of their own.
+# Our packages. `_code` covers the two that measure.
 _OURS = frozenset({"rotor_py", "rotor_profiling", "rotor_solver", "rotor_cli"})
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def code_of(kind: type) -> str | None:
-    """Return a digest of the code that a class may run, all imported files and library versions; None if unknown.
+    """Return a digest of the code that a class may run: all imported files, and versions of libraries.
 
-    It is for a class made in a function or a notebook, which a later process cannot find, and if a file changed since.
+    Returns None for a class defined in a function or a notebook, and if a file has changed since it was imported.
     """
     module = sys.modules.get(kind.__module__)
     if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):
@@ -70,7 +70,7 @@ def code_of(kind: type) -> str | None:
     return _digest(len(sys.modules), int(time.monotonic()))
 
 
-@lru_cache(maxsize=1)  # a model has many layers
+@lru_cache(maxsize=1)  # this runs for every layer of a model
 def _digest(_modules: int, _second: int) -> str | None:
     found = hashlib.sha256(_installed().encode())
     for file in sorted({file for each in list(sys.modules.values()) if (file := _users_file(each)) is not None}):
@@ -86,7 +86,7 @@ def _digest(_modules: int, _second: int) -> str | None:
 
 @cache
 def _installed() -> str:
-    """Name and version of all installed libraries, imported or not: measuring imports some."""
+    """Return names and versions of all installed libraries, also of those that measuring will import."""
     return " ".join(sorted(f"{each.name} {each.version}" for each in distributions()))
 
 
@@ -97,24 +97,24 @@ def _users_file(module: ModuleType) -> Path | None:
     return None if name.startswith("torch.") else Path(file)  # some modules of torch name files that do not exist
 
 
-# Prefixes of our classes whose signature describes them fully.
+# Modules of our classes that a signature describes completely.
 _OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
-# Prefixes of functions and classes that change only with the library version.
+# Modules whose functions and classes change only with the library's version.
 _LIBRARIES = ("torch.", "_operator.", "math.", "builtins.")
 _NAMESPACES = ("aten", "prims")
 
 
 class UnstableKeyError(Exception):
-    """A part of the key is meaningful only in this process: a user's function, or an object compared by identity."""
+    """Raised if a key means something only in this process: it has a user's function, or an object without a value."""
 
 
 def digest_of(key: Hashable) -> str:
-    """Return a text that is equal for equal keys in every process. Raises UnstableKeyError if there is none."""
+    """Return a text that is equal for equal keys in all processes. Raises UnstableKeyError if that is impossible."""
     return hashlib.sha256(_text(key).encode()).hexdigest()
 
 
 def environment(device: torch.device) -> tuple[Hashable, ...]:
-    """Return the environment that times and bytes depend on: versions, the device, settings of torch."""
+    """Return everything else on which times and bytes depend: versions, the device, settings of torch."""
     cuda = device.type == "cuda"
     autocast = tuple(
         (kind, str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None)
@@ -155,7 +155,7 @@ def _processor() -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Unlike):
-        raise UnstableKeyError("its stage has an object that is equal to itself alone")
+        raise UnstableKeyError("its stage has an object that can only be compared by identity")
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
     if value is None or value is Ellipsis or isinstance(value, bool | int | float | complex | str | bytes):
@@ -179,12 +179,12 @@ def _text(value: Any) -> str:
 
 def _name(value: Any) -> str:
     owner = getattr(value, "__self__", None)
-    # Many functions of torch are methods of a C class and have no module.
+    # Many functions of torch are methods of a C class, without a `__module__`.
     module = getattr(value, "__module__", None) or getattr(owner, "__module__", None) or ""
     name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
     if isinstance(value, types.FunctionType) and (value.__closure__ or "<" in name):
-        raise UnstableKeyError(f"its stage has the function {path}, which is bound to something")
+        raise UnstableKeyError(f"its stage has the function {path}, a lambda, a local function or a closure")
     known = path.startswith(_LIBRARIES) or getattr(operator, name, None) is value
     if known or (isinstance(value, type) and path.startswith(_OWN_TYPES)):
         return path
@@ -194,18 +194,18 @@ def _name(value: Any) -> str:
     return f"{path} of {code}"
 
 
-# Of a few kilobytes each. Above that, the older half is removed.
+# With more files than this, of a few kilobytes each, the older half is removed. A guess.
 _MOST_FILES = 20_000
 
 
 def cache_folder() -> Path:
-    """Return the folder of measurements: `$XDG_CACHE_HOME/rotor_plan`, by default in `~/.cache`."""
+    """Return the folder of cached measurements: `rotor_plan/measurements` in `$XDG_CACHE_HOME` or `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rotor_plan" / "measurements"
 
 
 def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementCache | None:
-    """Return the cache for `device` and these `settings`; None where measurements are not reusable."""
-    # Several processes measure together, and a dispatch mode changes operators.
+    """Return the cache for `device` and these `settings`; None if measurements cannot be reused."""
+    # Several processes must all measure or all not measure a stage. A dispatch mode changes what operators do.
     if several_processes() or current_dispatch_mode() is not None:
         return None
     with suppress(OSError, RuntimeError):  # no home directory, or not writable
@@ -216,7 +216,8 @@ def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementC
 class MeasurementCache:
     """Bytes and seconds by stage signature in `folder`, measured in the same environment.
 
-    Findings of the discovery pass are not kept, since not all weights show that a stage's numbers depend on the graph.
+    Findings of the discovery pass are not cached: whether a stage's results depend on recording a graph shows only for
+    some weights, and a signature does not include these.
     """
 
     def __init__(self, folder: Path, surroundings: Hashable) -> None:
@@ -230,10 +231,10 @@ class MeasurementCache:
                     file.unlink(missing_ok=True)
 
     def find(self, kind: Hashable) -> tuple[StageFindings, Runs] | None:
-        """Return the bytes and seconds of a stage signature; None if absent or unreadable."""
+        """Return the bytes and seconds of the stage signature `kind`; None if absent or unreadable."""
         try:
             file = self._file(kind)
-            if not file.is_file():  # a read of a named pipe would wait for ever
+            if not file.is_file():  # absent, or a named pipe, for which a read would wait forever
                 return None
             data = json.loads(file.read_text(encoding="utf-8"))
             return _read(data) if data.pop("digest") == _digest_of_data(data) else None
@@ -241,16 +242,16 @@ class MeasurementCache:
             return None
 
     def keep(self, kind: Hashable, found: StageFindings, runs: Runs) -> None:
-        """Store bytes and seconds of a stage signature, if that is stable across processes and the disk takes it."""
+        """Store bytes and seconds of the stage signature `kind`, unless its key is unstable or the disk fails."""
         data = {**asdict(found), "moving": sorted(found.moving), "runs": [asdict(run) for run in runs]}
         try:
             file = self._file(kind)
-            # Written to a temporary file and renamed, so readers see all of it or nothing.
+            # Write a temporary file and rename it, so that readers see a complete file or none.
             with NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="utf-8") as made:
                 json.dump({**data, "digest": _digest_of_data(json.loads(json.dumps(data)))}, made)
             os.replace(made.name, file)
         except (UnstableKeyError, OSError) as error:
-            _log.debug("a measurement is not kept: %s", error, extra=record_fields("not_cached"))
+            _log.debug("a measurement is not cached: %s", error, extra=record_fields("not_cached"))
 
     def _file(self, kind: Hashable) -> Path:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
@@ -266,7 +267,7 @@ def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
     ways, moving = tuple(data["ways"]), frozenset(data["moving"])
     runs = [StageRun(tuple(map(tuple, run["ways"])), run["node"] and tuple(run["node"])) for run in data["runs"]]
     if len(nbytes) != 1 + len(ways) or all(run.node is None for run in runs):
-        return None  # a stage is measured stored whole and in each of its ways
+        return None  # there must be bytes for the fully stored stage and for each storage mode, and a run as a node
     if not all(0 <= each < math.inf for run in runs for pair in (*run.ways, run.node or ()) for each in pair):
         return None
     return StageFindings(nbytes, data["decided_bytes"], moving, ways, data["undecided"]), runs

@@ -27,7 +27,7 @@ from rotor_py.stage.first_run import hooks_on_all_modules
 
 _log = logging.getLogger("rotor_py")
 Layer = tuple[str, nn.Module]
-"""Dotted path in the model, and module."""
+"""A layer's dotted path in the model, and its module."""
 _NOTHING: Sharding = MappingProxyType({})
 JOINT = "+"
 """Joins the names of layers that form one stage."""
@@ -35,10 +35,10 @@ JOINT = "+"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A model as a chain: `prefix` runs first, without gradients; a sequence schedules the `stages`.
+    """A model as a chain: the layers of `prefix` run first, without gradients; a sequence schedules the `stages`.
 
-    `input_owned`: the caller holds the chain's input throughout, so dropping it frees nothing. `sharding`: parameters
-    to gather for measuring a stage alone. `members`: the layers of each stage, where its name does not list them.
+    `input_owned`: the caller holds the chain's input during the whole step, so a plan cannot free it. `sharding`:
+    parameters to gather when a stage is measured. `members`: names of each stage's layers, if stages' names lack them.
     """
 
     prefix: tuple[Layer, ...]
@@ -55,15 +55,15 @@ class Cut:
 
 def is_chain(model: nn.Module) -> bool:
     """Whether `model` is a nested `nn.Sequential`, so that its layers are its stages."""
-    # Not `isinstance`: a subclass's forward may do more than call its layers in order. So may a replaced forward:
-    # Accelerate puts autocast around it.
+    # `isinstance` would not do: a subclass's forward may do more than call its layers in order. So may a forward that
+    # was replaced on the instance, such as Accelerate's, which adds autocast.
     return type(model).forward is nn.Sequential.forward and "forward" not in model.__dict__
 
 
 def layers(model: nn.Module) -> list[Layer]:
     """Return the layers of nested `nn.Sequential`s, with their dotted paths, in execution order.
 
-    A container with hooks or a `forward` of its own is one layer, so that its hooks are called. Raises
+    A container that has hooks, or another `forward`, counts as one layer, so that its hooks are called. Raises
     UnsupportedModelError if `model` itself is not such a chain.
     """
     if not is_chain(model):
@@ -84,7 +84,7 @@ def _layers(path: str, module: nn.Module) -> Iterator[Layer]:
 
 
 def opened(model: nn.Module) -> tuple[str, ...]:
-    """Return the dotted paths of the containers in a chain that `layers` goes into; none for other models."""
+    """Return the dotted paths of the containers that `layers` splits into their layers; none if not a chain."""
     return tuple(_opened("", model)) if is_chain(model) else ()
 
 
@@ -96,7 +96,7 @@ def _opened(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def _opens(module: nn.Module) -> bool:
-    """Whether a call of `module` does no more than to call its layers in order."""
+    """Whether a call of `module` only calls its layers in order."""
     if not is_chain(module) or not module._modules or module._compiled_call_impl is not None or hooks_on_all_modules():
         return False
     return not (
@@ -107,24 +107,24 @@ def _opens(module: nn.Module) -> bool:
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, layer by layer, without gradients.
 
-    A layer that writes into its input or returns a view of it is joined to the layer before it, or to the one that made
-    the overwritten tensor: from an overwritten input it could not be recomputed, and freeing an input frees nothing
-    while the output is a view of it. Leading layers with nothing to train and no gradient are the prefix.
+    A layer that writes into its input, or returns a view of it, is joined to the layer before, or to the layer that
+    made the overwritten tensor: a stage cannot be recomputed from an overwritten input, and freeing an input frees no
+    memory while a view of it exists. Leading layers without trained parameters form the prefix.
 
-    Raises UnsupportedModelError if `model` is no nested `nn.Sequential`, has nothing to train, or has a layer that
+    Raises UnsupportedModelError if `model` is not a nested `nn.Sequential`, has nothing to train, or has a layer that
     returns no tensor or cannot be recomputed with the same numbers. Errors of a layer pass through, with a note that
     names it.
     """
-    # In their own dtype: the hooks that cast the input for mixed precision do not run.
+    # Gather parameters in their own dtype: FSDP's hooks, which cast inputs for mixed precision, do not run here.
     return cut_layers(layers(model), value, device, sharding_of(model, mixed_precision=False))
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
-    """Cut layers given in execution order, as `cut` does. `sharding` is their model's.
+    """Cut the layers `found`, given in execution order, as `cut` does. `sharding` is that of their model.
 
     Raises UnsupportedModelError as `cut` does.
     """
-    # An input that needs a gradient needs every layer's backward, so there is no prefix.
+    # There is no prefix if the input needs a gradient, which takes the backward of every layer.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))
     leading = 0 if needs_gradient else next(trained, len(found))
@@ -132,12 +132,12 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         text = "set requires_grad on what should be trained: no parameter of the model and no input needs a gradient"
         raise UnsupportedModelError(text, kind="no_gradient")
     refuse_random_state_of_its_own(found[leading:], device)
-    # Cloned, since the first layer may write into it.
+    # Clone the input, since the first layer may write into it.
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
     entered, (leaves, structure) = value, tree_flatten(value)
     changed_by: str | None = None
     groups: list[list[Layer]] = []
-    # storage address of a tensor still handed on, to the index of the group that made it
+    # Maps the storage address of each tensor in the current value to the index of the group that made the tensor.
     made_by: dict[int, int] = {}
     for position, (name, module) in enumerate(found):
         given = storages(tensors_in(value))
@@ -162,8 +162,8 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         made_by = {**known, **new}
     if changed_by is not None:
         _log.warning(
-            f"read what the model returns: layer {changed_by!r} changes the {type(entered).__name__} that the model is "
-            "given, and in planned steps a copy of it",
+            f"use the model's return value: layer {changed_by!r} changes the {type(entered).__name__} passed to the "
+            "model, but in planned steps it changes only a copy",
             extra=record_fields("input_changed", name=changed_by),
         )
     return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups), sharding=sharding)
@@ -190,7 +190,7 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
 def _run(
     name: str, module: nn.Module, value: Any, device: torch.device, sharding: Sharding
 ) -> tuple[Any, set[int], bool]:
-    """Return a layer's output, the input storages that it wrote, and whether its output is only input memory."""
+    """Return a layer's output, the input storages that it wrote into, and whether all outputs are views of inputs."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
@@ -204,7 +204,7 @@ def _run(
     if not (outputs := tensors_in(output)):
         text = f"layer {name!r} returned no tensor, so nothing after it can be trained"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)
-    # By version, not value: an in-place ReLU may leave this input unchanged.
+    # Compare version counters, not values: an in-place ReLU may leave this input's values unchanged.
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
@@ -221,7 +221,7 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
     if not cut.prefix:
         return value, None
     _, modules = joined(cut.prefix)
-    # Cloned, since a layer may write into it.
+    # Clone the input, since a layer may write into it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():
         modules(value)  # warm-up: libraries allocate persistent memory at the first call

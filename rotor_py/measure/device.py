@@ -15,14 +15,13 @@ from rotor_py.units import format_bytes, parse_bytes
 _log = logging.getLogger("rotor_py")
 
 DEFAULT_SHARE = 0.9
-"""Share of the available memory used without a limit. A guess: the rest covers fragmentation, which plans do not model.
-"""
+"""The default limit as a share of available memory. A guess: the rest is for fragmentation, which no plan models."""
 
 
 def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     """Return the bytes of a limit on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of its total memory.
 
-    None means 90 % of the memory available to this process now. Raises ValueError for any other limit, and below one.
+    None means 90 % of the memory available to this process now. Raises ValueError for other limits, and below one byte.
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))
@@ -30,12 +29,12 @@ def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     found = parse_bytes(limit, device_bytes=total)
     if found > total:
         predicted = prediction()
-        _tell_of_a_limit_above(found, total, str(device) if predicted is None else predicted.name)
+        _warn_of_limit_above(found, total, str(device) if predicted is None else predicted.name)
     return found
 
 
-@cache  # once per limit
-def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
+@cache  # warns once per limit
+def _warn_of_limit_above(limit: int, total: int, device: str) -> None:
     _log.warning(
         f"the limit of {format_bytes(limit)} is above all memory of {device}, {format_bytes(total)}",
         extra=record_fields("limit_above_device", mem_limit=limit, device_bytes=total),
@@ -43,7 +42,7 @@ def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the total memory of `device`; on the CPU, all that this process may use."""
+    """Return the bytes of memory of `device`; on the CPU, all bytes that this process may use."""
     if (predicted := prediction()) is not None:
         return predicted.memory_bytes
     if device.type == "cuda":
@@ -52,25 +51,25 @@ def total_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the memory available to this process, including its own."""
+    """Return the bytes available to this process, including memory that it already uses."""
     if (predicted := prediction()) is not None:
         return predicted.memory_bytes
     if device.type == "cuda":
-        # Memory reserved by PyTorch is not free, but usable by this process.
+        # CUDA does not count memory reserved by PyTorch as free, but this process can use it.
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     return available_host_bytes()
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes allocated by PyTorch on `device`; None on the CPU, which has no count."""
+    """Return the bytes allocated by PyTorch on `device`; None on the CPU, where PyTorch does not count."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def segments_expand(device: torch.device) -> bool:
     """Whether all large tensors on a CUDA device are in expandable segments, whose blocks have the requested size.
 
-    Asks the allocator, not the environment, which counts only if set before the allocator starts.
+    Asks the allocator: an environment variable set after the allocator has started has no effect.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return False

@@ -1,4 +1,4 @@
-"""Discovery passes: find effects of the graph, and gradient layouts until they are settled."""
+"""Discovery passes over a chain: find how recording a graph changes a stage's results, and the layouts of gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rotor_solver.watching import Progress
 
 
 class LayerOffers(Protocol):
-    """Finds offers of layers during measuring, as `plan.source.LayerParts` does."""
+    """Finds further storage modes of layers while they are measured; `plan.source.LayerParts` implements it."""
 
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
@@ -43,9 +43,9 @@ class LayerOffers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WalkedChain:
-    """The stages of `cut` on their `device`, with the `value` that enters the first.
+    """The stages of `cut` on their `device`, with `value`, the input of the first stage.
 
-    `silent` are the indices of the chain's output tensors without gradient. The processes of `group` walk together.
+    `silent`: indices of the chain's output tensors without gradient. The processes of `group` run the stages together.
     `layer_offers` finds further storage modes of layers.
     """
 
@@ -59,13 +59,13 @@ class WalkedChain:
     layer_offers: LayerOffers | None
 
     def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
-        """Return the runner of a stage as in training, stored whole or in one of these `ways`."""
+        """Return the runner of a stage as in training, which stores everything or uses a storage mode of `ways`."""
         name, function = self.cut.stages[number]
         offers = None if self.layer_offers is None else self.layer_offers.of(function)
         return StageRunner(function, name, self.preserve_rng_state, ways=ways, keepers=self.keepers, offers=offers)
 
     def run(self, runner: StageRunner, value: Any) -> Any:
-        """Return the input of the next stage, with the `requires_grad` of training."""
+        """Run a stage; return the input of the next stage, with `requires_grad` as in training."""
         with isolated(runner.function, self.device), torch.enable_grad():
             return leaves_of(runner.forward(leaves_of(value)))
 
@@ -83,7 +83,7 @@ def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layou
 
 
 def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether both strides lay out this shape alike; strides of sides of length one do not matter."""
+    """Whether both strides give this shape the same layout. A stride of a dimension of size 1 does not matter."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
 
 
@@ -93,16 +93,16 @@ _log = logging.getLogger("rotor_py")
 def refuse_lost_gradients(
     name: str, function: nn.Module, before: Attributes, value: Any, output: Any, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Raise UnsupportedModelError if a stage uses a parameter that it only refers to, for example in a list.
+    """Raise UnsupportedModelError if a stage uses a parameter that is not its own, for example one in a list.
 
-    Its recomputed graph ends at its own parameters, so the other would get no gradient. Warns if an attribute keeps
-    a tensor with a gradient: `before` has the attributes from before the run.
+    The graph of a recomputation ends at the stage's own parameters, so this parameter would get no gradient. Warns if
+    the run has put a tensor with a gradient into an attribute; `before` has the attributes from before the run.
     """
     if kept := with_gradients(before.changes()):
         _log.warning(
             f"return the tensor with a gradient that stage {name!r} ({type(function).__name__}) keeps in its attribute "
-            f"{kept[0]!r}, or give a model that is no nn.Sequential: where the stage is recomputed, the attribute's "
-            "tensor has no gradient, and a loss that reads it trains nothing through it",
+            f"{kept[0]!r}, or write the model as another class than nn.Sequential: if the stage is recomputed, this "
+            "tensor has no gradient, so a loss that reads the attribute trains nothing through it",
             extra=record_fields("kept_in_attribute", name=name, attribute=kept[0]),
         )
     known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
@@ -110,36 +110,36 @@ def refuse_lost_gradients(
     if lost:
         stage = f"stage {name!r} ({type(function).__name__}), which uses it"
         text = (
-            f"make the owner of a parameter of shape {tuple(lost[0].shape)} a submodule of {stage}: where the stage is "
+            f"make the owner of a parameter of shape {tuple(lost[0].shape)} a submodule of {stage}: if the stage is "
             "recomputed, the parameter would get no gradient"
         )
         raise UnsupportedModelError(text, kind="foreign_parameter", name=name)
 
 
 class DiscoveryPass:
-    """Findings of the discovery passes over a chain. The backward steps the parameters in `stepped`."""
+    """Runs discovery passes over a chain and holds their findings. The backward steps the parameters in `stepped`."""
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
         self._effects: dict[Hashable, GraphEffects] = {}
         self._trials: dict[Hashable, Mapping[str, Trial]] = {}
-        # layouts of a stage's input gradients, by its signature and those of the arriving gradients, without tensors
-        # that it only hands on
+        # Layouts of the gradients that a stage's backward returns, by the stage's signature and the layouts of its
+        # output gradients. Tensors that the stage only passes on are left out.
         self._given: dict[Hashable, Layouts] = {}
-        # which tensors of a stage's output need a gradient in training
+        # By stage, which tensors of its output require a gradient in training.
         self.needs_gradient: dict[int, list[bool]] = {}
         self._chain, self._stages = chain, chain.cut.stages
-        self._alike: dict[int, Hashable] = {}  # signature of each stage, without the arriving gradients
-        # Gradient layouts that each stage is measured with; empty if all match its output, as at first: the next
-        # stage's measurement confirms or corrects it. A wrong layout makes a backward begin with a copy of the output.
+        self._alike: dict[int, Hashable] = {}  # signature of each stage, without layouts of gradients
+        # Layouts of output gradients with which each stage is measured; empty if all are as the outputs', which is
+        # assumed first, until the next stage is measured. With a wrong layout, a backward begins with an extra copy.
         self.arriving: list[Layouts] = [()] * len(self._stages)
-        # gradient layouts that each backward, and finally the loss, gives to its input
+        # Layouts of the gradients that each stage's backward returns; the last entry is the loss's.
         self._arrived: list[Layouts] = [()] * (len(self._stages) + 1)
-        # shape and strides of each stage's output, or of this process's part of it
+        # Shape and strides of each tensor in each stage's output; of a sharded tensor, those of the local shard.
         self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in self._stages]
 
     def of(self, chain: WalkedChain) -> DiscoveryPass:
-        """Return a discovery pass over the same chain run differently, with the findings by signature."""
+        """Return a discovery pass for other code of the same stages; it shares the findings by signature."""
         other = DiscoveryPass(chain, self._stepped)
         other._effects, other._trials, other._given = self._effects, self._trials, self._given
         return other
@@ -148,7 +148,7 @@ class DiscoveryPass:
         return {name for name, trial in self._trials[self._alike[number]].items() if trial.pays}
 
     def walk(self, progress: Progress | None = None, last: int | None = None) -> Any:
-        """Walk up to the stage `last`, by default all; return its output."""
+        """Run the stages up to index `last`, by default all; return the last output."""
         value = self._chain.value
         for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
             if progress is not None:
@@ -157,21 +157,21 @@ class DiscoveryPass:
         return value
 
     def settle(self, of_output: Layouts | None = None) -> bool:
-        """Walk until gradients arrive in known layouts, of the output in `of_output`; return whether any changed."""
+        """Repeat passes until all gradients' layouts are known, given those of the loss; return whether any changed."""
         if of_output is not None:
             self._arrived[-1] = of_output
         chain, before = self._chain, list(self.arriving)
-        # Terminates: gradients of a stage depend only on the stages after it, so every walk settles one more.
+        # This terminates: a stage's gradients depend only on later stages, so each pass settles one more stage.
         while anywhere((last := self._last_that_differs()) is not None, chain.group, chain.device):
             self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._arrived[1:], strict=True)]
-            # Processes must run equally many stages, and others may differ at later ones.
+            # Several processes run all stages: they must run equally many, but may differ in `last`.
             self.walk(last=None if several_processes() else last)
         return anywhere(self.arriving != before, chain.group, chain.device)
 
     def _last_that_differs(self) -> int | None:
-        """Return the last stage whose gradients arrive in other layouts than it was measured with.
+        """Return the last stage whose output gradients have other layouts than those it was measured with.
 
-        A stage whose signature has shown what it gives for them counts as measured with them from now on.
+        If a stage of the same signature was run with these layouts, take over its result instead of another run.
         """
         last = None
         for stage in reversed(range(len(self._stages))):
@@ -189,13 +189,13 @@ class DiscoveryPass:
         return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
 
     def _to_run(self, number: int, arriving: Layouts) -> Layouts:
-        """Return the arriving layouts that affect a stage's result."""
+        """Return the layouts in `arriving` that affect a stage's backward: not of tensors that it only passes on."""
         passed = offers_of(self._stages[number][1]).handed_on
         found = tuple(None if position in passed else each for position, each in enumerate(arriving))
         return found if any(found) else ()
 
     def _with_handed_on(self, number: int, given: Layouts, arriving: Layouts) -> Layouts:
-        """Complete a stage's layouts with those that only pass through it."""
+        """Add to a stage's layouts those of gradients that only pass through the stage."""
         found = list(given)
         for end, begin in offers_of(self._stages[number][1]).handed_on.items():
             if end < len(arriving) and arriving[end] is not None and found[begin] is not None:
@@ -207,7 +207,7 @@ class DiscoveryPass:
         chain = self._chain
         with gathered(function, chain.cut.sharding):
             alike = stage_signature(function, value)
-            # With collectives, all processes run a stage that is new to any of them.
+            # A stage may contain collectives, so if it is new to one process, all processes run it.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
             self._alike[number] = alike
             arriving = self.arriving[number]
@@ -226,7 +226,7 @@ class DiscoveryPass:
                 if chain.layer_offers is not None:
                     saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
                     chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
-            # A stage of a known signature did not run yet, and its numbers are its own.
+            # A stage of a known signature has not run above: run it, since it has its own values.
             value = chain.run(chain.runner(number), value) if made is None else made
             self._arrived[number] = self._with_handed_on(number, self._given[asked], arriving)
             self._outputs[number] = [(tensor.shape, tensor.stride()) for tensor in map(local, tensors_in(value))]
@@ -236,7 +236,7 @@ class DiscoveryPass:
     def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
-        # A captured stage describes all its effects, and owns all its parameters.
+        # A captured stage declares its effects and owns all of its parameters, so it needs no such check.
         described = not new or isinstance(function, HasKind)
         run = partial(
             stage_layouts,
@@ -247,7 +247,8 @@ class DiscoveryPass:
             arriving=self._to_run(number, self.arriving[number]),
             before_backward=None if described else partial(refuse_lost_gradients, name, function, Attributes(function)),
         )
-        # Of nested hooks, autograd calls only the innermost. And no process may run a stage more often than the others.
+        # Watch the first trial in the main run and the others in separate runs: autograd calls only the innermost of
+        # nested hooks. With several processes, do not watch the main run, which would be repeated in some of them.
         hooked = trials[:1] if not several_processes() else []
         for trial in trials[len(hooked) :]:
             with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
@@ -258,7 +259,7 @@ class DiscoveryPass:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                pass  # torch.func transforms refuse hooks; other failures recur without hooks
+                pass  # torch.func transforms reject hooks; the run below repeats any other failure
         return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
@@ -272,7 +273,7 @@ class DiscoveryPass:
 
 
 class _ForeignParameters(TorchDispatchMode):
-    """Collect in `found` those of `parameters` that operators read and `function` does not own."""
+    """Collect in `found` the parameters that operators read and that belong to other modules than `function`."""
 
     def __init__(self, function: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

@@ -1,6 +1,6 @@
 """Fixed memory: the bytes of a step that every plan needs, such as parameters, gradients and optimizer state.
 
-Gradients of parameters that are stepped in the backward, each as soon as its gradient is complete, are not fixed.
+If the backward steps a parameter as soon as its gradient is complete, and then frees the gradient, it is not fixed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNSPLIT = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SteppedParameters:
-    """The stepped `parameters`, and the scratch bytes of each one's step by its id. Empty if none is stepped."""
+    """The `parameters` that are stepped in the backward, and the scratch bytes of each one's step, by its id."""
 
     scratch: Mapping[int, int] = field(default_factory=dict)
     parameters: tuple[torch.Tensor, ...] = ()
@@ -38,36 +38,35 @@ class SteppedParameters:
         return bool(self.scratch)
 
     def among(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of `parameters` that are stepped, each once."""
+        """Return the members of `parameters` that are stepped in the backward, each once."""
         return list({id(each): each for each in parameters if id(each) in self.scratch}.values())
 
     def others(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [each for each in parameters if id(each) not in self.scratch]
 
     def by_stage(self, cut: Cut) -> list[Stepped]:
-        """Return for each stage which of its parameters its backward steps."""
+        """Return, for each parameter of each stage, the scratch bytes of its step in that stage's backward, or None."""
         if not self:
             return [()] * len(cut.stages)
         seen: set[int] = set()
         found = []
-        for _, function in cut.stages:  # the first stage with a parameter is the last to go backward
+        for _, function in cut.stages:  # the first stage with a parameter is the last to run its backward
             mine = [id(each) for each in trained_parameters(function)]
             found.append(tuple(None if each in seen else self.scratch.get(each) for each in mine))
             seen.update(mine)
         return found
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
-        """Return gradient bytes that each backward leaves for earlier stages, less those that it finishes."""
+        """Return, per stage, by how many bytes its backward changes the gradients that wait for earlier stages."""
         return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
 
     def summed_up(self, cut: Cut) -> tuple[int, ...]:
-        """Return the same for parameters not stepped, if their gradients exist before the step.
+        """Return `waiting` for the other parameters, if their gradients exist before the step.
 
-        The engine sums the gradients of stages that share a parameter, then accumulates into `grad`. (Without a `grad`,
-        the sum becomes it.)
+        The engine sums the gradients of stages that share a parameter, then adds the sum to `grad`, if there is one.
         """
         if self.sharded:
-            return ()  # the groups that gather parameters hold whole gradients
+            return ()  # FSDP's groups hold the whole gradients, which count as communication
         return _waiting([self.others(trained_parameters(function)) for _, function in cut.stages])
 
 
@@ -85,13 +84,13 @@ def _waiting(parameters: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
 
 
 NONE_STEPPED = SteppedParameters()
-"""No parameter is stepped before the backward is over."""
+"""No parameter is stepped in the backward."""
 
 
 def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> SteppedParameters:
-    """Return the trained parameters of `model` that `optimizer` steps in the backward; None steps none.
+    """Return the trained parameters of `model` that `optimizer` steps in the backward; none if it is None.
 
-    Raises UnknownOptimizerError if the memory of a step cannot be found.
+    Raises UnknownOptimizerError if the memory of the optimizer's step cannot be determined.
     """
     if optimizer is None:
         return SteppedParameters(sharded=is_sharded(model))
@@ -105,8 +104,8 @@ class FixedMemory:
     """Bytes on the device that every plan needs throughout the step.
 
     `communication`: buffers for sending gradients and gathering sharded parameters. `batch`: the caller's input, if
-    layers run before the chain; otherwise the chain counts it as a_0. `other`: further allocations of this process, and
-    results for the caller that stay to the end of the step.
+    layers run before the chain; otherwise the chain includes it. `other`: further allocations of this process, and
+    results that the caller holds to the end of the step.
     """
 
     parameters: int = 0
@@ -137,18 +136,18 @@ def known_memory(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> FixedMemory:
-    """Return the fixed memory of a step of `model` on `sample` known before measuring, the batch included.
+    """Return the fixed memory of a step of `model` on `sample` that is known before measuring, with the whole batch.
 
     `optimizer` is None if unknown.
     """
     parameters, buffers = storages(_on(device, model.parameters())), storages(_on(device, model.buffers()))
     return FixedMemory(
         parameters=sum(parameters.values()),
-        # Some are views of parameters.
+        # Do not count buffers that are views of parameters.
         buffers=sum(size for storage, size in buffers.items() if storage not in parameters),
         gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients, stepped=stepped),
         optimizer=optimizer.state_bytes if optimizer else 0,
-        # Inputs of a captured graph may also be buffers, such as an attention mask.
+        # Do not count inputs that are buffers, such as an attention mask that a captured graph takes.
         batch=storage_bytes(_on(device, tensors_in(sample)), owned_elsewhere={**parameters, **buffers}),
     )
 
@@ -156,14 +155,14 @@ def known_memory(
 def kept_gradient_bytes(
     model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
 ) -> int:
-    """Return bytes of gradients present throughout the step: all but those freed between steps, or `stepped`."""
-    # `zero_grad` clears only the optimizer's own parameters, so gradients of frozen ones may stay for good.
+    """Return the bytes of gradients held throughout the step: not those freed between steps (`fresh`) or `stepped`."""
+    # `zero_grad` frees only gradients of the optimizer's parameters. Gradients of frozen parameters may stay forever.
     frozen = gradients_of(p for p in model.parameters() if not p.requires_grad)
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))
 
 
 def trained_bytes(model: nn.Module, device: torch.device, stepped: SteppedParameters = NONE_STEPPED) -> int:
-    """Return bytes of the gradients of all parameters trained on `device`, except `stepped` ones."""
+    """Return the bytes of gradients of all trained parameters on `device` that are not `stepped` in the backward."""
     return bytes_like(p for p in stepped.others(model.parameters()) if p.requires_grad and p.device == device)
 
 
@@ -172,12 +171,11 @@ def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def unsplit_bytes(device: torch.device, saved: int) -> int:
-    """Return room for unsplit blocks of CUDA's allocator, in a step whose stages save `saved` bytes.
+    """Return the bytes to reserve for unsplit blocks of CUDA's allocator, if the stages of a step save `saved` bytes.
 
     The allocator splits a free block only if more than 1 MiB is left (`should_split` in
-    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block; expandable segments have no such rest. On an H100,
-    steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve twice that, or a hundredth of `saved` if
-    less.
+    c10/cuda/CUDACachingAllocator.cpp), and else counts the whole block; expandable segments have no such overhead. On
+    an H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages. Reserve 8 MiB, or `saved` / 100 if less.
     """
     if device.type != "cuda" or prediction() is not None or segments_expand(device):
         return 0
@@ -189,7 +187,7 @@ def unaccounted_bytes(
 ) -> int:
     """Return bytes that the process holds on the device beyond `accounted`; zero on the CPU, where they are unknown.
 
-    Present gradients and optimizer state are counted in full elsewhere.
+    Gradients and optimizer state that exist now do not count here: `known_memory` includes them in full.
     """
     if (predicted := prediction()) is not None:
         return predicted.workspace_bytes
@@ -211,12 +209,12 @@ def static_infeasibility(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> InfeasibleError | None:
-    """Return the error for a step of `model` on `sample` that exceeds `mem_limit` bytes unmeasured; None if it may fit.
+    """Return the error for a step of `model` on `sample` whose fixed memory exceeds `mem_limit`; None if it may fit.
 
-    Saved tensors are not counted, so its `min_bytes` are a lower bound.
+    The error's `min_bytes` are a lower bound: they do not include saved tensors, which are not measured yet.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
-    # Gradients freed between steps are all present when the optimizer steps. The batch may be gone.
+    # When the optimizer steps, all gradients exist, even if freed between steps. The batch may have been freed.
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     stepping = known.total - known.batch + fresh
     least = max(known.total, stepping)

@@ -1,4 +1,4 @@
-"""Measured costs of a model, and the `rotor_solver.Chain` that they make."""
+"""Measured costs of a model, and their conversion into a `rotor_solver.Chain`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rotor_profiling import LossCost, StageCost
 from rotor_py.stage.compression import word_of
 from rotor_solver import Chain, Option, Stage
 
-# Scratch bytes that no device has (256 TiB), to exclude an operation from plans. The solver takes sizes up to 1 PiB.
+# Scratch bytes that no device has (256 TiB): they exclude an operation from plans. The solver accepts up to 1 PiB.
 _NEVER = 2**48
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCost:
-    """Cost of the layers before the chain: time, and peak memory beyond the chain's input."""
+    """Cost of the layers before the chain: seconds, and peak bytes beyond the chain's input."""
 
     seconds: float
     temp_bytes: int
@@ -25,11 +25,12 @@ class PrefixCost:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A tensor of `nbytes` kept outside the chain: made by stage first - 1, last used by stage `last`.
+    """A tensor of `nbytes` that stages pass on beside their outputs: made by stage first - 1, last used by stage
+    `last`.
 
-    It is in memory until the backward of stage `last`. From then to the backward of its maker, its gradient of
-    `gradient_bytes` is. Without a gradient, the tensor itself counts until then, since earlier stages may have saved
-    it. If it is returned, `last` is the number of stages.
+    The tensor is in memory until the backward of stage `last`. From then until the backward of the stage that made it,
+    its gradient of `gradient_bytes` is in memory. A tensor without a gradient counts all that time, since earlier
+    stages may have saved it. If the model returns the tensor, `last` is the number of stages.
     """
 
     nbytes: int
@@ -42,7 +43,7 @@ class Carried:
 class Way:
     """A partial storage mode of a stage: its name, which follows "stored" in a report, and the stage's cost.
 
-    `moved_bytes` of its saved tensors can be offloaded from its forward to its backward.
+    `moved_bytes` of the stage's saved tensors are offloaded between its forward and its backward.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Way:
 class Measurement:
     """Seconds and bytes of every part of a step.
 
-    `snapshot_bytes` are what recomputations keep: copies of changing buffers and attributes, and decisions.
+    `snapshot_bytes`: copies of changing buffers and attributes, and routing decisions, held for recomputations.
     """
 
     names: tuple[str, ...]
@@ -68,32 +69,32 @@ class Measurement:
     held_bytes: int = 0
     """Bytes of the last stage's outputs without gradient."""
     other_outputs: int = 0
-    """Bytes of outputs that no stage has made or read."""
+    """Bytes of the model's outputs that no stage has made or read."""
     outputs_held: bool = True
-    """Whether the caller holds such outputs through the backward. Beside a loss, they count as dropped until a step
-    shows them held."""
+    """Whether the caller holds outputs without gradient through the backward. If the model returns a loss, they count
+    as dropped until a step shows otherwise."""
     waiting_gradients: tuple[int, ...] = ()
-    """With parameters stepped in the backward: bytes of shared parameters' gradients that each backward leaves for
-    earlier stages, less those that it finishes. Not in `gradient_bytes`, which stay."""
+    """By how many bytes each stage's backward changes the gradients of shared parameters that wait for earlier stages.
+    Only of parameters that are stepped in the backward, which are not in `gradient_bytes`."""
     summed_gradients: tuple[int, ...] = ()
-    """The same for parameters not stepped, where gradients exist before the step; empty if stages share none."""
+    """The same for all other parameters, if their gradients exist before the step; empty if stages share none."""
     sum_bytes: tuple[int, ...] = ()
     """Bytes of the new tensor in which the engine sums the first two gradients of a shared parameter, by the stage of
     the second; empty if it adds in place."""
     output_held: bool = True
-    """Whether the caller holds the last stage's other outputs; not where later graphs read them, unless returned."""
+    """Whether the caller holds the last stage's outputs with gradient. False if later graphs read them instead."""
     ways: tuple[tuple[Way, ...], ...] = ()
-    """The partial storage modes of each stage, as in the chain: option n of a stage is its n-th."""
+    """The partial storage modes of each stage: option n of the stage in the chain is its n-th mode."""
     unrepeatable: tuple[int, ...] = ()
-    """Stages that no plan may recompute: another run of theirs has other outputs."""
+    """Indices of stages that no plan may recompute, because another run has other outputs."""
     spread: float = field(default=0.0, compare=False)
-    """Relative spread of the times of one signature: quality of the measurement."""
+    """Relative spread of the measured times of equal stages, which tells how good the measurement is."""
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of outputs that the last stage has not made. The caller keeps the first ones, even if recomputed.
+        """Bytes of the model's outputs that the last stage has not made.
 
-        Carried tensors count even where outputs are dropped: stages of a block's width mostly save them.
+        Carried tensors among them count even if the caller drops outputs, since stages mostly save them.
         """
         carried = sum(each.nbytes for each in self.carried if each.last == len(self.stages))
         return carried + (self.other_outputs if self.outputs_held else 0)
@@ -144,24 +145,24 @@ class Measurement:
             gradient = list(self.gradient_bytes if fresh_gradients else self.summed_gradients or gradient)
         if self.waiting_gradients:
             gradient = [kept + waiting for kept, waiting in zip(gradient, self.waiting_gradients, strict=True)]
-        # The solver models only activations passed from one stage to the next. Tensors that go further are added to
-        # the scratch memory of every stage during which they exist.
+        # The solver models only activations that one stage passes to the next. Tensors that go further add to the
+        # scratch memory of every stage during which they exist.
         forward, backward, loss = [0] * length, list(self.sum_bytes or [0] * length), self.loss.temp_bytes
         for each in self.carried:
             for stage in range(each.first, length):
                 forward[stage] += each.nbytes
-                if stage >= each.last or not each.gradient_bytes:  # else its gradient is there instead
+                if stage >= each.last or not each.gradient_bytes:  # otherwise, only its gradient still exists
                     backward[stage] += each.nbytes
             loss += each.nbytes
-            # For the solver, a backward leaves its gradient, and its maker's backward finishes it.
+            # Tell the solver that the last user's backward leaves a gradient, which the maker's backward frees.
             gradient[min(each.last, length - 1)] += each.gradient_bytes
             if each.first:
                 gradient[each.first - 1] -= each.gradient_bytes
         nograd = list(forward)
         held = self.outputs_held and self.held_bytes > 0
         if self.held_bytes:
-            nograd[-1] = _NEVER  # a recomputation of the last stage would make outputs without gradient twice
-        if held:  # they are the caller's, from the last forward to the end of the step
+            nograd[-1] = _NEVER  # recomputing the last stage would allocate outputs without gradient twice
+        if held:  # the caller holds outputs without gradient from the last forward to the end of the step
             loss += self._droppable_bytes
             gradient[-1] += self.held_bytes
         for stage in self.unrepeatable:
@@ -183,13 +184,12 @@ class Measurement:
             )
             for number, (cost, ways) in enumerate(zip(self.stages, self.ways_by_stage, strict=True))
         )
-        # The caller holds the model's output, at least as a local variable, until the step is over.
+        # The caller holds the model's output until the end of the step, at least in a local variable.
         return Chain(stages, self.input_bytes, self.loss.seconds, loss, output_held=self.output_held)
 
 
 def _option(way: Way, first: StageCost, forward: int, backward: int, outputs_held: bool) -> Option:
-    # A chain has one number per stage for the bytes that a run frees: that of the first option. If another option frees
-    # less, the difference counts as saved.
+    # All options of a stage share the number of bytes that a run frees. If one frees fewer, count the rest as saved.
     cost = way.cost
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
     held += max(0, first.output_released_bytes - cost.output_released_bytes)
@@ -211,10 +211,10 @@ _LEAST = ("input_released", "output_released", "skipped_output_time")
 
 
 def costliest(chains: Sequence[Chain]) -> Chain:
-    """Return a chain whose stages cost the most of any of `chains`, which several processes measured.
+    """Return a chain with the maximum of each cost over `chains`, which several processes measured.
 
-    They wait for each other in every collective, so the slowest sets the time. Keeps the leading options whose names
-    agree in all of them.
+    The slowest process sets the time, since processes wait for each other in collectives. Drops the first option whose
+    name differs between chains, and all after it.
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]
@@ -225,7 +225,7 @@ def costliest(chains: Sequence[Chain]) -> Chain:
         most = _most(
             same, "activation", "gradient", nograd_time="seconds_without_graph", nograd_temp="temp_without_graph"
         )
-        # For freed bytes and saved time, all can count only on the least.
+        # Of freed bytes and saved time, take the minimum.
         least = {name: min(getattr(each, name) for each in same) for name in _LEAST}
         stages.append(Stage(options=tuple(map(_costliest_option, agreed)), name=same[0].name, **most, **least))
     return Chain(
@@ -241,6 +241,6 @@ def _costliest_option(same: Sequence[Option]) -> Option:
 
 
 def _most(same: Sequence[Any], *names: str, **sources: str) -> dict[str, Any]:
-    """Return the largest value of each field, read from the attribute of its name or given as its source."""
+    """Return the largest value of each field: `names` are fields, and `sources` maps a field to another attribute."""
     sources |= {name: name for name in names}
     return {field: max(getattr(each, source) for each in same) for field, source in sources.items()}

@@ -1,4 +1,4 @@
-"""Costs of a measured model for the ranks of a pipeline, by stage: time and memory of a microbatch, and the rest."""
+"""Per-stage costs of a model for the ranks of a pipeline: time and memory of a microbatch, and fixed memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rotor_solver import Chain
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """The `chain` of one microbatch. By stage, bytes `fixed` throughout the step, and those of the optimizer's step on
-    top (`stepping`). `boundaries`: stages at which a part may begin, where nothing is carried past.
+    """The `chain` of one microbatch, and by stage, bytes that are `fixed` throughout the step, and bytes that the
+    optimizer's step adds (`stepping`). `boundaries`: indices of stages at which a rank's part may begin.
     """
 
     chain: Chain
@@ -37,10 +37,10 @@ def pipeline_costs(
     batch_bytes: int = 0,
     optimizer: OptimizerCost | None = None,
 ) -> PipelineCosts:
-    """Return the costs of `model` with these `stages`, measured on one microbatch, with gradients kept between steps.
+    """Return the costs of `model` with these `stages`, measured on one microbatch, with gradients held between steps.
 
-    Parameters shared by several stages count in each, since ranks cannot share them. Parameters and time of layers
-    before the chain belong to the first stage; `batch_bytes` is the microbatch that those layers take.
+    Parameters that several stages share count in each, since ranks cannot share them. Parameters and time of layers
+    before the chain count in the first stage; `batch_bytes` are the bytes of the microbatch that these layers read.
     """
     trained = [bytes_like(p for p in trained_parameters(stage) if p.device == device) for stage in stages]
     known: set[int] = set()
@@ -48,7 +48,7 @@ def pipeline_costs(
     for stage, gradients, cost in zip(stages, trained, measurement.stages, strict=True):
         own = storages(tensor for tensor in (*stage.parameters(), *stage.buffers()) if tensor.device == device)
         known.update(own)
-        # Snapshots of changing buffers: the copy to restore, and one that the recomputation writes into.
+        # Each microbatch holds two copies of changing buffers: one to restore, one for the recomputation to write into.
         snapshots = 2 * microbatches * bytes_like(moving_buffers(stage))
         fixed.append(sum(own.values()) + gradients + snapshots + microbatches * cost.left_bytes)
     rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)

@@ -10,9 +10,8 @@ from threading import RLock
 planning = RLock()
 """Held while a model is measured, captured or solved for.
 
-PyTorch's profiler cannot run twice in a process; two models at once would distort each other's times; and some of
-Numba's threading layers allow one caller only. Reentrant, because measuring holds it and then solves, which takes it
-too.
+A process can run only one PyTorch profiler, two measurements at once would distort each other's times, and some of
+Numba's threading layers allow one caller only. Reentrant: measuring holds it and calls the solver, which takes it.
 """
 
 
@@ -20,13 +19,13 @@ too.
 def freeze_gc() -> Iterator[None]:
     """Exclude existing objects from Python's garbage collector inside this context.
 
-    Capturing a graph makes objects by the hundred thousand, so the collector would scan those of torch repeatedly, as
-    long as ten steps of a small model. Existing garbage is collected afterwards.
+    Capturing a graph makes hundreds of thousands of objects, so the collector would repeatedly scan torch's objects,
+    for as long as ten steps of a small model. Garbage that exists now is collected after the context.
     """
-    if gc.get_freeze_count():  # the caller's own frozen objects would be unfrozen
+    if gc.get_freeze_count():  # do nothing, since `unfreeze` would also unfreeze the caller's frozen objects
         yield
         return
-    gc.collect(1)  # young garbage, which may hold tensors
+    gc.collect(1)  # frees young garbage, which may hold tensors
     gc.freeze()
     try:
         yield

@@ -1,7 +1,7 @@
-"""Time stages in rounds through the chain, until the time of a step is known well enough.
+"""Time stages in rounds through the chain, until the time of a step is known with a small enough error.
 
-Other programs disturb the machine in bursts. So a stage is timed once per round, with other stages in between, not
-several times in a row. Stages of one signature share their times, and take turns.
+Other programs disturb the machine in bursts, so a stage is not timed several times in a row, but once per round, with
+other stages in between. Stages of one signature share their times, and take turns in being timed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate
 from rotor_profiling.timing import several_processes, spread
 
 FEWEST_ROUNDS = 2
-"""Of these, one round times a stage in all storage modes, the other as an autograd node. Both take long."""
+"""One of them times a stage in all storage modes, the other one as an autograd node. Both take long."""
 MOST_ROUNDS = 32
 WELL_KNOWN, CLOSELY = 0.02, 0.005
-"""Relative error of a step's time at which rounds end. A limit read off the Pareto front needs the second: GPT-2's
-moves by 2 % if a plan's overhead is wrong by one point of 20."""
+"""Relative error of a step's time at which rounds end. The second is for a limit read off the Pareto front: GPT-2's
+limit moves by 2 % if a plan's overhead is wrong by one percentage point of 20."""
 STEPS, STEPS_CLOSELY = 2.0, 24.0
-"""Most plain steps that further rounds may take. Guesses, for planning in ten steps at most."""
+"""Most time of further rounds, in plain training steps. Guesses: planning should take ten steps at most."""
 LITTLE_SECONDS = 0.05
-"""Time that they may take in any case: steps of a few milliseconds are noisy, and this wait goes unnoticed."""
+"""Seconds that further rounds may always take: steps of milliseconds are noisy, and users do not notice this wait."""
 TOO_FAR = 0.10
-"""Relative spread above which times of an earlier run are discarded."""
+"""Relative spread above which times from an earlier process are discarded."""
 
 
 class StageTimes:
-    """Timed runs of stages by signature (`kind`). `closely` for a limit read off the Pareto front."""
+    """Timed runs of stages by signature (`kind`). `closely`: with the small error that a Pareto front needs."""
 
     def __init__(self, *, closely: bool = False) -> None:
         self._known, self._steps = (CLOSELY, STEPS_CLOSELY) if closely else (WELL_KNOWN, STEPS)
@@ -35,7 +35,7 @@ class StageTimes:
         self._exact: set[Hashable] = set()
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
-        """Add a run of a stage of this `kind`; the last one needed if times are `exact`."""
+        """Add a run of a stage of this `kind`. If its times are `exact`, no further run is needed."""
         self._runs.setdefault(kind, []).append(run)
         if exact:
             self._exact.add(kind)
@@ -52,7 +52,7 @@ class StageTimes:
         return estimate(self._runs[kind])
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
-        """Return the relative spread of times of one kind: the mean over all, weighted by time."""
+        """Return the relative spread of the times of equal stages, averaged over stages with their times as weights."""
         seconds = [self._seconds(kind) for kind in kinds]
         total = sum(seconds)
         spreads = (spread([run.total for run in self._runs[kind]]) for kind in kinds)
@@ -61,13 +61,13 @@ class StageTimes:
     def wanted(self, kinds: Sequence[Hashable]) -> set[int]:
         """Return the indices of the stages to time next, one per kind. `kinds` has the kind of every stage."""
         wanted = {kind for kind in kinds if self._missing(kind)} - self._exact
-        # Processes must run equally often, and their clocks differ.
+        # With several processes, time no further rounds: their clocks differ, but they must run equally often.
         if not wanted and not several_processes() and self._another_round(kinds):
             wanted = {*kinds} - self._exact
         return {self._turn(kind, kinds) for kind in wanted}
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
-        """Whether the next run of a `kind` must time all storage modes, not only whole."""
+        """Whether the next run of a `kind` must time all storage modes, not only that which stores everything."""
         return several_processes() or not self._runs.get(kind) or not self._missing(kind)
 
     def again_wanted(self, kind: Hashable) -> bool:
@@ -87,7 +87,7 @@ class StageTimes:
     def _another_round(self, kinds: Sequence[Hashable]) -> bool:
         distinct = {*kinds}
         rounds = min(len(self._runs[kind]) for kind in distinct)
-        # The fewest rounds time modes and nodes only once each, with unknown error.
+        # The first FEWEST_ROUNDS time modes and nodes only once each, so their error is unknown.
         known = rounds > FEWEST_ROUNDS and self.spread(kinds) <= self._known * sqrt(rounds)
         if known or rounds >= MOST_ROUNDS:
             return False

@@ -1,9 +1,9 @@
 """Measure the stages of a chain one by one, in several passes.
 
-At most one stage has a graph at a time, so measuring needs less memory than the least plan. Each pass starts at the
-first stage:
+At most one stage holds an autograd graph at a time, so measuring needs less memory than the plan with the lowest peak.
+Each pass starts at the first stage:
 
- 1. Discovery passes find effects of the graph, and gradient layouts until they are settled.
+ 1. Discovery passes find effects of recording a graph, and are repeated until the layouts of gradients are known.
  2. One pass measures the bytes of each stage signature, and times it once.
  3. Further passes time the stages (`rounds`).
 """
@@ -73,26 +73,26 @@ from rotor_solver.watching import Progress
 
 
 class CarriedTensors:
-    """Carried tensors while a chain is measured: `now` has name and index of those in the current stage's input."""
+    """Tracks carried tensors while a chain is measured: `now` maps their names to positions in the current input."""
 
     def __init__(self) -> None:
         self.now: Mapping[str, int] = {}
         self.found: dict[str, Carried] = {}
 
     def tensors(self, value: Any) -> list[torch.Tensor]:
-        """Return them from `value`, the stage's input."""
+        """Return the carried tensors in `value`, the current stage's input."""
         tensors = tensors_in(value)
         return [tensors[position] for position in self.now.values()]
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
-        """Record the gradient bytes of carried tensors, given those of all tensors of the stage's input."""
-        # The maximum over stages: each may return the gradient in a storage of another size.
+        """Record the gradient bytes of carried tensors, given `sizes` for all tensors of the stage's input."""
+        # Take the maximum over stages: each may return the gradient in a storage of another size.
         for name, position in self.now.items():
             known = self.found[name]
             self.found[name] = replace(known, gradient_bytes=max(sizes[position], known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
-        """Advance to the input `value` of `stage`, with the carried tensors at `positions`; `owned` storages count."""
+        """Advance to the input `value` of `stage`, with carried tensors at `positions`. Do not count `owned` storages."""
         self.now = positions
         for name, tensor in zip(positions, self.tensors(value), strict=True):
             if name not in self.found:
@@ -107,9 +107,10 @@ class MeasuringOptions:
     `fresh_gradients`: gradients are freed between steps. `stepped`: parameters that the backward steps. `keepers`:
     storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. The processes of `group` measure
     the same stages together. `as_node` times a stage as an autograd node. `cache`: use measurements of earlier
-    processes, and store new ones. `closely`: times must be accurate, since a limit is read off the Pareto front.
-    `progress` is called with the number of finished stages, of all, and the next stage's name. `loss_temp_bytes`:
-    memory assumed for a `loss` that is not given. `outputs_held`: the caller holds outputs even beside a loss.
+    processes, and store new ones. `closely`: times need a small error, since a limit is read off the Pareto front.
+    `progress` is called with the number of finished stages, the number of stages, and the next stage's name.
+    `loss_temp_bytes`: scratch memory to assume if no `loss` is given. `outputs_held`: the caller holds all outputs,
+    even if the model returns a loss.
     """
 
     preserve_rng_state: bool = True
@@ -128,9 +129,9 @@ class MeasuringOptions:
 
 
 class StageMeasurer:
-    """Measure the stages of a chain on the input `value`; of identical stages, only the first.
+    """Measure the stages of a chain on the input `value`. Of identical stages, measure only the first.
 
-    `silent` are the indices of the chain's output tensors without gradient.
+    `silent`: indices of the chain's output tensors without gradient.
     """
 
     def __init__(
@@ -147,13 +148,13 @@ class StageMeasurer:
         self._device = device
         self._options = options
         self.stepped = options.stepped
-        # Only tensors alive throughout: other addresses may be reused.
+        # Addresses of storages that do not count as a stage's. They stay alive, so that no address is used again.
         self._owned = list(storages(tensors_in(value)))
-        # By signature, the memory of such stages, and the context of one of them.
+        # By signature: the context in which one such stage was measured, and its measured bytes.
         self._known: dict[Hashable, tuple[StageContext, StageFindings]] = {}
-        # Signatures with new findings, not yet stored in the cache.
+        # Signatures with new measurements that are not in the cache yet.
         self._unkept: set[Hashable] = set()
-        # By signature, the bytes that each storage mode can offload.
+        # By signature: the bytes that each storage mode can offload.
         self._offloadable: dict[Hashable, dict[str, int]] = {}
         self._times = StageTimes(closely=options.closely)
         self._cache = None
@@ -161,7 +162,7 @@ class StageMeasurer:
             words = tuple(keeper.name for keeper in options.keepers)
             self._cache = measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
-        # Of a view, its own bytes: microbatches may be views of one batch, whose other bytes count as fixed.
+        # Of a view, count only its own bytes: it may be a microbatch, and the rest of its batch counts as fixed.
         self._input_bytes = 0 if cut.input_owned else view_bytes(tensors_in(self._input))
         rng, keepers = options.preserve_rng_state, tuple(options.keepers)
         self._chain = WalkedChain(cut, self._input, device, silent, options.group, rng, keepers, layer_offers)
@@ -169,8 +170,8 @@ class StageMeasurer:
         self._forget_stages()
 
     def of(self, cut: Cut) -> StageMeasurer:
-        """Return a measurer of the same chain and input, where `cut` runs the stages differently."""
-        other = copy(self)  # keeps findings by signature
+        """Return a measurer of the same chain and input with the stages of `cut`, for example compiled ones."""
+        other = copy(self)  # shares measurements by signature
         other._chain = replace(self._chain, cut=cut)
         other._survey = self._survey.of(other._chain)
         other._forget_stages()
@@ -181,14 +182,14 @@ class StageMeasurer:
         self._survey.walk(progress)
         self._survey.settle()
         self._measure(progress)
-        value = self._input  # not an earlier output: held while the last stages are measured, it may not fit
+        value = self._input  # run again for the output: held during the measurement, it might not fit into memory
         for number, (_, function) in enumerate(self._chain.cut.stages):
             with gathered(function, self._chain.cut.sharding):
                 value = self._chain.run(self._chain.runner(number), value)
         return value
 
     def settle_layouts(self, of_output: Layouts) -> None:
-        """Remeasure stages whose gradients arrive in other layouts, if the loss gives the output those `of_output`."""
+        """Measure all stages again if any gets gradients in another layout, given `of_output`, the loss's layouts."""
         if self._survey.settle(of_output):
             self._measure()
 
@@ -200,7 +201,7 @@ class StageMeasurer:
                 progress(number, len(stages), name)
             value = self._measure_stage(number, value)
         remember_moved_elsewhere(function for _, function in stages)
-        # Outputs without gradient, except carried ones.
+        # Count the chain's outputs without gradient, except carried tensors.
         outputs = tensors_in(value)
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)
@@ -210,7 +211,7 @@ class StageMeasurer:
         self._time()
 
     def time_again(self) -> float:
-        """Time all stages once more, however well known; return the seconds of a step in this pass."""
+        """Time all stages once more; return the seconds of a step in this pass."""
         self._time_stages({*range(len(self._chain.cut.stages))})
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
@@ -237,7 +238,7 @@ class StageMeasurer:
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
-            # A recomputation makes another one of each tensor that the stage's forward has left in an attribute.
+            # A recomputation allocates again each tensor that the stage's forward has left in an attribute.
             snapshot_bytes=_snapshot_bytes(cut) + self._decided_bytes + sum(each.left_bytes for each in stages),
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
@@ -251,7 +252,7 @@ class StageMeasurer:
         self._carried = CarriedTensors()
         self._held_bytes = 0
         self._steps = self.stepped.by_stage(self._chain.cut)
-        self._decided_bytes = 0  # of the stages' decisions, if all stages are recomputed
+        self._decided_bytes = 0  # bytes of all stages' recorded routing decisions
         self.activation_bytes = self._input_bytes
 
     def _measure_stage(self, number: int, value: Any) -> Any:
@@ -275,7 +276,7 @@ class StageMeasurer:
 
     def _wanted(self) -> set[int]:
         wanted = self._times.wanted(self._kinds)
-        # With collectives, all processes time the stages that any of them wants.
+        # A stage may contain collectives, so if one process wants to time it, all processes run it.
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._options.group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
@@ -296,7 +297,7 @@ class StageMeasurer:
                             watch,
                             as_node=self._options.as_node,
                             again=again,
-                            hand_on=number < last,  # an output beside those of all runs may not fit
+                            hand_on=number < last,  # hold an output only if needed, since it may not fit
                         )
                         self._times.add(kind, run, exact=watch.exact)
                     else:
@@ -318,8 +319,7 @@ class StageMeasurer:
         apart = tuple(carried.values())
         arriving = self._survey.arriving[number]
         last = number == len(self._chain.cut.stages) - 1
-        # The input's bytes do not follow from its shape, since carried or owned tensors do not count; the discovery
-        # pass's findings do not follow from the signature.
+        # Besides the signature, the key has the input's bytes, which exclude carried and owned tensors, and effects.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         alike = stage_signature(function, value), named_values(function)
@@ -331,18 +331,18 @@ class StageMeasurer:
             fresh = self._options.fresh_gradients or any(each is not None for each in stepped)
             context = StageContext(self._device, self.activation_bytes, owned, fresh, *places)
             memory = self._weigh(number, value, context, kind)
-            # without this stage's addresses: it is timed with others of its signature
+            # Drop this stage's addresses: other stages of its signature are timed with the same context.
             self._known[kind] = replace(context, owned=()), memory
         self._kinds.append(kind)
         _, memory = self._known[kind]
         remember_moving(function, memory.moving)
-        if memory.undecided:  # watching takes longer than running, and would be timed too
+        if memory.undecided:  # do not watch for routing decisions, which may take longer than the stage itself
             remember_undecided(function)
         return memory
 
     def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageFindings:
         kept = None if self._cache is None else self._cache.find(kind)
-        # An earlier run may have found more modes: the same layer may have been captured in its model.
+        # Use a cached measurement only if this stage offers all of the storage modes that were measured.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             self._times.add_earlier(kind, kept[1])
             return kept[0]
@@ -351,7 +351,7 @@ class StageMeasurer:
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
         offered = offered_everywhere(paying, self._options.group, self._device)
         with stopwatch(self._device) as watch:
-            # Exact clocks would also count the meter's extra work.
+            # Do not time this run with an exact clock, which would count the meter's own work, too.
             ways = self._stored(number, offered)
             found, run = measure_ways(ways, value, context, None if watch.exact else watch)
         less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
@@ -380,8 +380,8 @@ class StageMeasurer:
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
-    # Of parameters' gradients that each backward leaves for good: that of a shared parameter, from its last stage on.
-    seen: set[int] = set()  # by id: tensors compare element by element
+    # Bytes of gradients that each backward allocates. For a shared parameter, this is the last stage that has it.
+    seen: set[int] = set()  # ids of parameters, since `==` of tensors is elementwise
     result = []  # from the last stage on, in backward order
     for _, function in reversed(cut.stages):
         new = [parameter for parameter in trained_parameters(function) if id(parameter) not in seen]
@@ -391,25 +391,25 @@ def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
 
 
 def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
-    # A shared parameter's gradients are added in place, but the first two in a new tensor if the first is a view.
+    # The engine adds a shared parameter's gradients in place, except the first two if the first is a view.
     views: dict[int, bool] = {}
     result = [0] * len(stages)
     for number, (_, function) in reversed([*enumerate(cut.stages)]):
         for i, parameter in enumerate(trained_parameters(function)):
             if views.get(id(parameter)):
-                result[number] = max(result[number], bytes_like([parameter]))  # one after the other
+                result[number] = max(result[number], bytes_like([parameter]))  # parameters come one after the other
             views[id(parameter)] = id(parameter) not in views and i in stages[number].view_gradients
     return tuple(result) if any(result) else ()
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    # An upper bound. A buffer that a forward changes counts twice: a copy to restore, and one that is written into.
+    # An upper bound. A buffer that a forward changes counts twice: one copy to restore, one to write into.
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)
 
 
 class MeasuredCut(NamedTuple):
-    """A way to run the stages of a model, and its measured costs."""
+    """The stages of a model, for example compiled ones, and their measured costs."""
 
     cut: Cut
     measurement: Measurement
@@ -420,8 +420,8 @@ def measure(
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, and the loss.
 
-    Raises UnusableLossError if the loss cannot be trained with, and ValueError for a device type whose memory cannot be
-    measured. Errors of a stage pass through, with a note that names it.
+    Raises UnusableLossError if the loss cannot be used for training, and ValueError for a device type whose memory
+    cannot be measured. Errors of a stage pass through, with a note that names the stage.
     """
     stages = StageMeasurer(cut, value, device, options, layer_offers=layer_offers)
     output = stages.walk(options.progress)
@@ -436,5 +436,5 @@ def measure(
 
 
 def unmeasured_loss(device: torch.device, temp_bytes: int) -> LossCost:
-    """Return the assumed cost of an unknown loss: its value, and the gradient that starts its backward."""
+    """Return the assumed cost of an unknown loss, which holds its value and the gradient that starts its backward."""
     return LossCost(0.0, temp_bytes, 2 * allocated(8, device.type))  # at most eight bytes each

@@ -21,7 +21,7 @@ from rotor_py.stage.runner import StageRunner, run_offloadable
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """Return the leading names that all processes share, which must all call this: sizes of their shards differ."""
+    """Return the leading names that all processes share: shards differ in size, and so may the modes. Collective."""
     every = [names] if group is None else gather_objects(names, group, device)
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*every, strict=False))
     return tuple(name for name, *_ in shared)
@@ -30,7 +30,9 @@ def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, de
 def saving_ones(
     whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[tuple[str, StageBytes]]:
-    """Return modes that save clearly less than the whole stage or their base in any process, no exact modes' bases."""
+    """Return the modes that save clearly less than their base, or than the fully stored stage, in any process. Drop the
+    base of a returned exact mode, which the exact mode replaces.
+    """
     saved = {name: way.saved_bytes for name, way in ways}
     found, replaced = [], set()
     for name, way in ways:
@@ -44,15 +46,15 @@ def saving_ones(
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Drop modes that are no better in any respect, bytes or seconds, than the whole stage or another mode."""
-    if several_processes():  # clocks differ, and the n-th mode must be the same in each
+    """Drop modes that are no better in any respect, bytes or seconds, than the fully stored stage or another mode."""
+    if several_processes():  # all processes must have the same modes, but measure different times
         return tuple(ways)
     needs = [_needs(whole), *(_needs(way.cost) for way in ways)]
 
     def beaten(at: int) -> bool:
         return any(
             all(theirs <= mine for theirs, mine in zip(other, needs[at], strict=True))
-            # Of equal ones, the first stays.
+            # Of equal modes, keep the first.
             and (other != needs[at] or before < at)
             for before, other in enumerate(needs)
         )
@@ -78,9 +80,9 @@ def offloadable_bytes(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[str, int]:
-    """Return the bytes that a stage on its input `value` can offload in each of the `ways`, with a runner for each.
+    """Return the bytes that a stage with the input `value` can offload in each storage mode of `ways`.
 
-    Modes that can offload in any process of the `group` exist in all of them.
+    `runners` has a runner for each mode. A mode that can offload in one process of `group` is returned in all.
     """
     found = [(way, _offloadable_bytes(runner, value, device)) for way, runner in zip(ways, runners, strict=True)]
     return {way: size for way, size in found if anywhere(size > 0, group, device)}
@@ -95,14 +97,14 @@ def _offloadable_bytes(runner: StageRunner, value: Any, device: torch.device) ->
 
 
 def with_offloading(ways: Iterable[Way], nbytes: Mapping[str, int]) -> tuple[Way, ...]:
-    """Return the storage modes that offload what the `ways` save, of which `nbytes` can be offloaded."""
+    """Return, for each of `ways` in `nbytes`, the storage mode that offloads up to that many of its saved bytes."""
     found = []
     for way in ways:
         if way.name in nbytes:
-            # Memory freed with the output cannot be offloaded too. If a stage hands its input on, more counts as such.
+            # Do not offload memory that is freed with the output. If the input is passed on, this subtracts too much.
             moved = max(0, min(nbytes[way.name], way.cost.saved_bytes - way.cost.output_released_bytes))
             name = both(way.name, ELSEWHERE.name) if way.name else ELSEWHERE.name
-            # The n-th mode must be the same in all processes.
+            # All processes must have the same modes, so with several, add the mode even if it moves nothing.
             if moved or several_processes():
                 found.append(Way(name, way.cost, moved))
     return tuple(found)
