@@ -1,7 +1,6 @@
 """Memory that a schedule of `torch.distributed.pipelining` needs on one rank.
 
-A `Checkpointable` serves as the module of a `PipelineStage`. Each rank has its own model and plan; the ranks of a
-pipeline agree on nothing.
+A `Checkpointable` serves as the module of a `PipelineStage`. Each rank of a pipeline plans its own model by itself.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from rotor_py.errors import InvalidValueError
 
 
 def microbatches_in_flight(schedule: Any) -> dict[int, int]:
-    """The most microbatches in flight at once, by the index of each of this rank's stages.
+    """Return the most microbatches in flight at once, by the index of each of this rank's stages.
 
-    A microbatch is in flight from its forward to the end of its backward. If the schedule splits the backward for
-    inputs and for weights, that is the second, unless the stage computes both at once (see `whole_backward`). Raises
-    ValueError for a schedule that does not expose its actions.
+    A microbatch is in flight from its forward to the end of its backward. If the schedule splits the backward into one
+    for inputs and one for weights, the second ends the flight, unless the stage computes both in the first (see
+    `whole_backward`). Raises ValueError for a schedule that does not expose its actions.
     """
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
     if isinstance(schedule, ScheduleGPipe | Schedule1F1B):
-        # These schedules run without a list of actions, or by another than they show, depending on torch's release.
+        # Depending on torch's release, these schedules have no list of actions, or do not run by the list they show.
         ((index, stage),) = stages.items()
         count = schedule._n_microbatches
         return {index: count if isinstance(schedule, ScheduleGPipe) else min(count, stage.num_stages - index)}
@@ -42,15 +41,14 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 
 
 def stages_of(schedule: Any) -> list[PipelineStage]:
-    # Private attributes: torch has no public way.
-    return list(getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)])
+    return list(getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)])  # torch has no public name
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
-    """Yield stage index and kind (F, B, or I and W) of each computation of this rank, in order."""
+    """Yield the stage index and kind of each computation of this rank: F, B, or for a split backward I and W."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
-        message = f"{type(schedule).__name__} has no pipeline_order, which would tell what it runs in which order"
+        message = f"schedule must have a list of its actions, pipeline_order, got {type(schedule).__name__}"
         raise InvalidValueError(message, kind="unknown_schedule", name=type(schedule).__name__)
     pending = [action for action in reversed(order[schedule.rank]) if action is not None]
     while pending:
@@ -62,29 +60,29 @@ def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
 
 
 def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: Any) -> int:
-    """Peak bytes of the buffers in which a step of `schedule` receives and sends inputs and gradients of one stage.
+    """Return the peak bytes of the buffers for inputs and gradients of one stage in a step of `schedule`.
 
     `received` and `returned` are the input and output of the stage for one microbatch: tensors, possibly on the device
-    "meta", or nested structures. Subtract the bytes from the limit of the stage's model, whose plan counts one input
-    and one gradient of its output.
+    "meta", or nested structures of tensors. Subtract the bytes from the limit of the stage's model: its plan counts
+    only one input and one gradient of its output.
     """
     own, index = {each.stage_index for each in stages_of(schedule)}, stage.stage_index
     count: int = schedule._n_microbatches
     inputs = 0 if stage.is_first else bytes_like(tensors_in(received))
     outputs = 0 if stage.is_last else bytes_like(tensors_in(returned))
-    # Receive buffers exist for all microbatches. Sent tensors are held until the schedule waits for them: right away,
-    # after all backwards, or after all sends of the step.
+    # Receive buffers exist for all microbatches. Sent tensors are held until the schedule waits for the sends: at once
+    # (1F1B), after all backwards (GPipe), or after all sends of the step.
     sent = (0 if index - 1 in own else inputs, 0 if index + 1 in own else outputs)
     if isinstance(schedule, Schedule1F1B):
         return count * (inputs + outputs) + sum(sent)
-    # With GPipe, outputs are in flight anyway.
+    # With GPipe, all outputs are held until their backwards, so sending them takes no further memory.
     return count * (inputs + outputs + (sent[0] if isinstance(schedule, ScheduleGPipe) else sum(sent)))
 
 
 def whole_backward() -> Callable[[], None]:
-    """A `dw_builder` for `PipelineStage`: compute the backward for weights along with the one for inputs.
+    """A `dw_builder` for `PipelineStage`: compute the backward for weights along with the backward for inputs.
 
-    Otherwise a zero-bubble schedule holds a microbatch's saved tensors from its first backward to its second, plus a
-    gradient for every stage of the plan. Recomputed stages compute both in the first anyway. The numbers do not change.
+    Without it, a zero-bubble schedule holds a microbatch's saved tensors from its backward for inputs to its backward
+    for weights, plus a gradient per stage, though recomputed stages compute both at once anyway. Results are the same.
     """
     return lambda: None

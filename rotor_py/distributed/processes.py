@@ -1,4 +1,4 @@
-"""Find the processes that train together, and exchange numbers between them."""
+"""Find the processes that train a model together, and exchange values between them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 
-# With two dimensions of parallelism, a process is in two groups of different members. All of these follow one plan:
-# none may wait in a collective that another enters later.
-_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # joined groups by the names of their parts
+# With two dimensions of parallelism, a process is in two groups with different members. All connected processes must
+# follow one plan: otherwise one might wait in a collective for another process that waits in a different collective.
+_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # joined groups by the names of the groups joined
 
 
 def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Join the groups of this process and all processes connected through them; None without groups.
+    """Return one group of all processes that are connected to this one through `groups`; None without groups.
 
-    Distinct groups have to be dimensions of one mesh. All processes have to make the first call together.
+    Different groups must be dimensions of one mesh. All processes must make the first call together.
     """
     different = list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.items())
     if len(different) <= 1:
@@ -39,7 +39,7 @@ def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
 def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.ProcessGroup:
     known = {rank for ranks, _ in groups for rank in ranks}
     if len(known) < dist.get_world_size():
-        # One dimension after the other: afterwards each process knows all connected ones.
+        # Exchange known ranks in one dimension after the other. Then each process knows all connected processes.
         for ranks, group in groups:
             told: list[set[int]] = [set()] * len(ranks)
             dist.all_gather_object(told, known, group=group)
@@ -47,20 +47,20 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
     if len(known) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    # Only members call this: the other processes may train another part of a model.
+    # `use_local_synchronization`: only members call this, since other processes may train another part of the model.
     made = dist.new_group(sorted(known), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Upper bound of the bytes of gathered parameters and their gradients at any moment of a step.
+    """Return an upper bound of the bytes of gathered parameters and their gradients at any time of a step.
 
-    Which groups are gathered at once depends on communication speed. Received parameters and sent gradients lie in one
-    piece, beside the copies.
+    The groups that are gathered at the same time depend on the speed of communication. FSDP receives parameters and
+    sends gradients in flat buffers, which exist in addition to the gathered tensors.
     """
     groups = groups_of(model)
-    # Whole parameters and gradients, in their gathered dtype; gradients in their reduce dtype, as accumulated.
+    # Bytes by group: of whole parameters, of gradients in the gathered dtype, and of gradients in the reduce dtype.
     whole, gradients, reduced = dict[ShardGroup, int](), dict[ShardGroup, int](), dict[ShardGroup, int]()
     for group in groups:
         parameters = group.parameters
@@ -68,11 +68,11 @@ def gathered_bytes(model: nn.Module) -> int:
         whole[group] = sum(each.size.numel() * each.dtype.itemsize for each in parameters)
         gradients[group] = sum(each.size.numel() * each.dtype.itemsize for each in trained)
         reduced[group] = sum(each.size.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained)
-    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that there are always enough entries
+    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that `sorted` below has enough entries
     sent: dict[ShardGroup, int] = {}
     for group in groups:
         outer = [other for other in groups if other.contains(group)]
-        # FSDP keeps the outermost group gathered to the end of the step.
+        # FSDP leaves the outermost group gathered until the end of the step.
         first = outer[0] if outer else group
         inner = [each for each in (*outer, group) if each is not first]  # all gathered at once
         sent[first] = max(sent.get(first, 0), sum(reduced[each] for each in (*outer, group)))
@@ -82,41 +82,41 @@ def gathered_bytes(model: nn.Module) -> int:
         if group is first:
             throughout += whole[group] + gradients[group]
         elif group.reshards:
-            # After a forward, parameters may be sharded over fewer processes than between steps.
+            # After a forward, parameters may be sharded over fewer processes than between steps, in larger shards.
             throughout += whole[group] // group.spread_after_forward if group.spread_after_forward else 0
             passing.append(sum(whole[each] for each in inner))
         else:
             throughout += whole[group]
             received.append(whole[group])
-    # At worst one group is in use, one prefetched, and one gathered for a recomputation. The largest counts twice: as
-    # received bytes and as parameters, while it is gathered.
+    # In the worst case, one group is in use, one prefetched, and one gathered for a recomputation. The largest counts
+    # twice: while it is gathered, received bytes and parameters exist.
     one, two, three = sorted(passing)[:-4:-1]
     return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` around the current forward, or `model` if it is one; else None."""
-    # Private: PyTorch has no public way. TorchDynamo reads this attribute too, so it is likely to stay.
+    """Return the `DistributedDataParallel` around the current forward, or `model` if it is one; else None."""
+    # torch has no public name for this. TorchDynamo reads the same attribute, so it is likely to stay.
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     found = active if active is not None else model
     return found if isinstance(found, DistributedDataParallel) else None
 
 
 def communication_bytes(model: nn.Module) -> int:
-    """Communication bytes of this process, in addition to the model and its gradients."""
+    """Return the bytes of communication buffers in this process, in addition to the model and its gradients."""
     ddp = around(model)
     if ddp is not None:
-        # Buckets are as large as all gradients, each in its parameter's dtype.
+        # DistributedDataParallel's buckets are as large as all gradients together, each in its parameter's dtype.
         return bytes_like(p for p in ddp.module.parameters() if p.requires_grad)
     return gathered_bytes(model)
 
 
 def processes(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes of the model's DistributedDataParallel, and all that share a parameter with it; None without any.
+    """Return the processes that share the model's DistributedDataParallel or parameters; None without any.
 
-    All processes have to make the first call together, which joins them.
+    All processes must make the first call together, which creates their group.
     """
-    if not dist.is_initialized():  # fast path of most steps, which call this several times
+    if not dist.is_initialized():  # a shortcut for training in one process: every step calls this several times
         return None
     ddp = around(model)
     found = [] if ddp is None else [ddp.process_group]
@@ -124,7 +124,7 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of the meshes that the parameters are sharded over, one per mesh dimension."""
+    """Return the groups of the device meshes over which the parameters are sharded, one per mesh dimension."""
     if not dist.is_initialized():
         return []
     with at_rest(model):
@@ -133,13 +133,13 @@ def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes that communicate inside stages of `model`, and so have to run them equally often."""
+    """Return the processes that communicate inside stages of `model`, and so must run stages equally often, or None."""
     synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return processes(model) if synchronized or _sharing_parameters(model) else None
 
 
 def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether any process of `group` has found it. All have to call this; `device` is their training device."""
+    """Whether `found` is true in any process of `group`. Collective; `device` is the process's training device."""
     if group is None or alone_in_a_prediction():
         return found
     flag = torch.tensor(float(found), device=device)
@@ -148,14 +148,14 @@ def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device)
 
 
 def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """The maximum of each number over `group`; raises ValueError in all its processes if they have unequally many."""
+    """Return each number's maximum over `group`. Collective. Raises ValueError everywhere if the counts differ."""
     if group is None or alone_in_a_prediction():
         return list(numbers)
     every: list[list[int]] = gather_objects(list(numbers), group, device)
     least, most = min(map(len, every)), max(map(len, every))
     if most != least:
         raise InvalidValueError(
-            f"one process has {least}, and another {most}", kind="processes_differ", least=least, most=most
+            f"one process has {least}, and another has {most}", kind="processes_differ", least=least, most=most
         )
     return [max(each) for each in zip(*every, strict=True)]
 
@@ -171,10 +171,10 @@ def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -
 
 
 def sending_from(device: torch.device) -> AbstractContextManager[object]:
-    """NCCL sends objects from the current CUDA device, which may differ from the model's."""
+    """Make `device` current while objects are exchanged: NCCL sends them from the current CUDA device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def alone_in_a_prediction() -> bool:
-    """Whether devices are simulated: other processes are then simulated, too, and all are alike."""
+    """Whether devices are simulated. Then other processes are simulated, too, and equal to this one."""
     return prediction() is not None

@@ -1,6 +1,6 @@
 """Read the parameter groups of FSDP2 (`fully_shard`) and gather them.
 
-This file alone reads FSDP's private attributes, under the names of all supported versions of torch.
+Only this file reads FSDP's private attributes. It knows their names in all supported versions of torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 Tensors = tuple[torch.Tensor, ...]
-HookPlace = tuple[dict[int, Any], int]  # A table of hooks, and the key of one of them
+HookPlace = tuple[dict[int, Any], int]  # a module's dict of hooks, and the key of one hook
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
     sharded: nn.Parameter  # this process's shard, a DTensor with the shape of the whole parameter
     places: tuple[tuple[nn.Module, str], ...]  # modules that use the parameter, with its name in each
-    dtype: torch.dtype  # gathered dtype
-    device: torch.device  # gathered device
-    size: torch.Size  # gathered shape in this process: with tensor parallelism, a part of the whole parameter's
-    layout: Any  # the `DTensorSpec` of the gathered parameter with tensor parallelism; None without
-    mesh: DeviceMesh  # mesh of the processes that it is gathered from, and of those with the same shard
-    dim: int  # sharded tensor dimension
+    dtype: torch.dtype  # dtype of the gathered parameter
+    device: torch.device  # device of the gathered parameter
+    size: torch.Size  # shape after gathering: with tensor parallelism, the shape of this process's part
+    layout: Any  # with tensor parallelism, the `DTensorSpec` of the gathered parameter; otherwise None
+    mesh: DeviceMesh  # processes that share out the parameter; a further dimension has those with the same shard
+    dim: int  # tensor dimension along which the parameter is sharded
 
     def gather(self) -> torch.Tensor:
-        """Gather as FSDP does; with tensor parallelism, this process's part as a DTensor. All processes call it."""
+        """Gather the parameter as FSDP does; with tensor parallelism, this process's part as a DTensor. Collective."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         sharded = self.sharded.detach()
@@ -46,7 +46,7 @@ class ShardedParameter:
         if self.layout is None:
             return sharded.full_tensor().to(self.dtype)
         stride = torch.empty(self.size, device="meta").stride()
-        # Not the placements of `sharded`, which combine both kinds of parallelism.
+        # Do not use the placements of `sharded`, which include those of tensor parallelism.
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(self.dim)]
         spread = DTensor.from_local(
             local(sharded), self.mesh, placements, run_check=False, shape=self.size, stride=stride
@@ -63,7 +63,7 @@ class ShardedParameter:
 
 
 class ShardGroup:
-    """Parameters of one `fully_shard` call, gathered before its modules run and freed after."""
+    """Parameters of one `fully_shard` call, which FSDP gathers before its modules run and frees afterwards."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -71,7 +71,7 @@ class ShardGroup:
         policy = state._mp_policy
         self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype: torch.dtype | None = policy.output_dtype
-        self.reduce_dtype: torch.dtype | None = policy.reduce_dtype  # dtype of sent gradients; None for the parameter's
+        self.reduce_dtype: torch.dtype | None = policy.reduce_dtype  # dtype of sent gradients; None: the parameter's
         self._gathered_here = False
         self._before = _ids(state._pre_forward_hook_handle)
         self._after = _ids(state._post_forward_hook_handle)
@@ -91,7 +91,7 @@ class ShardGroup:
 
     @property
     def spread_after_forward(self) -> int:
-        """Least number of processes that share a parameter after a forward; 0 if as many as between steps."""
+        """Fewest processes over which a parameter is sharded after a forward; 0 if as many as between steps."""
         fewer = [part.post_forward_mesh_info.shard_mesh_size for part in self._parts if part._use_post_forward_mesh]
         return int(min(fewer, default=0))
 
@@ -104,17 +104,17 @@ class ShardGroup:
 
     @property
     def unsupported(self) -> str | None:
-        """Why `ShardedParameter` does not describe the gathered parameters, as the end of a sentence; else None."""
+        """Why `ShardedParameter` cannot describe a parameter, as the end of "a parameter …"; None if it can."""
         for part in self._parts:
             for each in part.fsdp_params:
                 if hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather"):
-                    return f"is gathered in a way of its own ({type(each.sharded_param._local_tensor).__name__})"
+                    return f"has its own code for gathering ({type(each.sharded_param._local_tensor).__name__})"
         return None
 
     def enter(self, module: int, tensors: Tensors) -> Tensors:
-        """Run FSDP's pre-forward hook; returns a module's inputs with FSDP's node that sends gradients."""
+        """Run FSDP's pre-forward hook. Return the module's inputs, whose backward sends the group's gradients."""
         found = self.modules[module]
-        # On a device, FSDP takes the first tensor it has moved there, and an empty input has none.
+        # FSDP moves inputs to its device and reads the first tensor, which fails without any: pass an empty keyword.
         keywords = {} if tensors else {"nothing": None}
         hooks = found._forward_pre_hooks
         entered: Any = hooks[_key(hooks, self._before)](found, tensors, keywords)
@@ -122,21 +122,21 @@ class ShardGroup:
         return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
-        """Run FSDP's post-forward hook; returns outputs with hooks that gather again when their gradients arrive."""
+        """Run FSDP's post-forward hook. Return the outputs, whose gradients trigger the gather for the backward."""
         found = self.modules[module]
         left: Any = found._forward_hooks[_key(found._forward_hooks, self._after)](found, (), tensors)
         return tensors if left is None else tuple(left)
 
     def gather(self) -> None:
         if not self.is_whole:
-            # FSDP has prefetched pending parameters for a backward that comes next and frees them.
+            # If FSDP has prefetched the parameters, the backward for which it did comes next and frees them.
             coming = any(part._all_gather_result is not None for part in self._parts)
             self._gathered_here = self.reshards and not coming
-            # Of any module: `unshard` and `reshard` are about the whole group.
+            # Call it on any one module: `unshard` and `reshard` apply to the whole group.
             self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule
 
     def let_go(self) -> None:
-        # Once the group's own backward has begun, FSDP needs the parameters, and frees them itself.
+        # After the group's own backward has begun, FSDP needs the parameters, and frees them itself.
         backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
         if self._gathered_here and not backward:
             self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
@@ -151,7 +151,7 @@ class ShardGroup:
 
     @property
     def _parts(self) -> list[Any]:
-        # Newer versions of torch split the parameters of one call by device mesh; older ones have one group.
+        # Newer versions of torch split the parameters of one call by device mesh; older ones have a single group.
         several = getattr(self._state, "_fsdp_param_groups", None)
         found = [self._state._fsdp_param_group] if several is None else several
         return [each for each in found if each is not None]
@@ -165,7 +165,7 @@ class ShardGroup:
             dtype if dtype is not None and sharded.dtype.is_floating_point else sharded.dtype,
             parameter.device,
             parameter._orig_size,
-            # Named `_tp_spec` before torch 2.13.
+            # Before torch 2.13, the attribute was named `_tp_spec`.
             getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None),
             parameter.mesh_info.mesh,
             getattr(getattr(parameter, "fsdp_placement", None), "dim", 0),
@@ -179,11 +179,11 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
     return [ShardGroup(state) for state in dict.fromkeys(module._get_fsdp_state() for module in modules)]
 
 
-Sharding = Mapping[int, ShardedParameter]  # sharded parameters of a model by the `id` of this process's shard
+Sharding = Mapping[int, ShardedParameter]  # sharded parameters of a model, by `id` of the local shard
 
 
 def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
-    """The parameters sharded by `fully_shard`, gathered in the dtype of its mixed precision policy or their own."""
+    """Return the parameters sharded by `fully_shard`; with `mixed_precision`, gathered in the dtype of its policy."""
     found = [each for group in groups_of(model) for each in group.parameters]
     if not mixed_precision:
         found = [replace(each, dtype=each.sharded.dtype) for each in found]
@@ -191,7 +191,7 @@ def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in `value` to `dtype`, as mixed precision does; None changes nothing."""
+    """Cast floating-point tensors in `value` to `dtype`, as FSDP's mixed precision does; None changes nothing."""
     if dtype is None:
         return value
     return tree_map_only(
@@ -203,7 +203,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Put the sharded parameters on the modules, as between steps: fingerprints must not depend on what is gathered."""
+    """Put the shards on the modules, as between steps, so that fingerprints do not depend on the gathered groups."""
     slots = [
         (module._parameters, name, module._parameters[name], each.sharded)
         for group in groups_of(model)
@@ -240,7 +240,7 @@ def keeps_gradients(model: nn.Module) -> bool:
 
 
 def gathers_in_another_dtype(model: nn.Module) -> bool:
-    """Whether parameters are gathered in another dtype: `MixedPrecisionPolicy(param_dtype=…)`."""
+    """Whether any parameter is gathered in another dtype, as by `MixedPrecisionPolicy(param_dtype=…)`."""
     return any(each.dtype != each.sharded.dtype for group in groups_of(model) for each in group.parameters)
 
 
@@ -256,14 +256,14 @@ def as_left(model: nn.Module, output: Any) -> Any:
 
 @contextmanager
 def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
-    """Run a stage with gathered parameters, and without FSDP's hooks. All processes have to enter this together."""
+    """Context to run a stage with gathered parameters, and without FSDP's hooks. Collective."""
     if not sharding or not isinstance(function, nn.Module):
         yield
         return
     modules = list(function.modules())
     tables = [getattr(module, name) for module in modules for name in _TABLES if is_fsdp_module(module)]
     hooks = [(table, dict(table)) for table in tables]
-    whole: dict[int, nn.Parameter] = {}  # by id of the shard, so that a shared parameter is gathered once
+    whole: dict[int, nn.Parameter] = {}  # gathered parameters by id of the shard: a shared one is gathered once
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:
         if id(parameter) in sharding and id(parameter) not in whole:
@@ -284,7 +284,7 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
 
 @contextmanager
 def gathered_again(function: Any) -> Iterator[None]:
-    """Gather a stage's parameters for its recomputation, and free them afterwards: PyTorch does not in a backward."""
+    """Gather a stage's parameters for its recomputation, for which FSDP does not gather, and free them afterwards."""
     with gathered_to_read() as need:
         need(groups_of(function) if isinstance(function, nn.Module) else ())
         yield
@@ -292,9 +292,9 @@ def gathered_again(function: Any) -> Iterator[None]:
 
 @contextmanager
 def gathered_to_read() -> Iterator[Callable[[Collection[ShardGroup]], None]]:
-    """Gather sharded parameters that a backward recomputes values from, whose operators may belong to another group.
+    """Gather sharded parameters that a recomputation in a backward reads, since FSDP may have gathered another group.
 
-    Yields a function that gathers some groups and frees the others. All processes come here in the same order.
+    Yields a function that gathers the given groups and frees all others. All processes must call it in the same order.
     """
     here: list[ShardGroup] = []
 

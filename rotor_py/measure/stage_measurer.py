@@ -92,7 +92,7 @@ class CarriedTensors:
             self.found[name] = replace(known, gradient_bytes=max(sizes[position], known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
-        """Advance to the input `value` of `stage`, with carried tensors at `positions`. Do not count `owned` storages."""
+        """Advance to the input `value` of `stage`, with carried tensors at `positions`. `owned` storages count 0."""
         self.now = positions
         for name, tensor in zip(positions, self.tensors(value), strict=True):
             if name not in self.found:

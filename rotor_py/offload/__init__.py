@@ -1,6 +1,6 @@
 """Offload activations to another memory tier. This module only parses tier names: `host`, or `file:/path`.
 
-It does not import torch, so that typos are reported at once.
+It does not import torch, so that the command line reports a mistyped name at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ FILE = "file:"
 
 
 def refuse_other_names(name: str) -> None:
-    """Raise ValueError unless `name` is a tier."""
+    """Raise ValueError unless `name` is the name of a tier."""
     if name != "host" and not (isinstance(name, str) and name.startswith(FILE) and name != FILE):
-        message = f"offload is {name!r}; it can be 'host' (for a CUDA device) or 'file:/path/of/a/folder'"
+        message = f"offload must be 'host' (for a CUDA device) or 'file:/path/of/a/folder', got {name!r}"
         raise InvalidValueError(message, kind="unknown_value", name="offload")

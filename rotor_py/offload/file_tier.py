@@ -1,4 +1,4 @@
-"""Offload activations to a file, copied by threads directly between the file and tensor memory.
+"""Offload activations to a file. Two threads copy directly between the file and the memory of tensors.
 
 The file has no name, so no other process can remove it, and nothing remains after a crash.
 """
@@ -28,13 +28,13 @@ from rotor_py.errors import OffloadError
 from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
-# Bytes of one system call; a copy can stop between calls. A guess: a few milliseconds on NVMe; larger stops later.
+# Bytes per system call. A copy can stop between two calls. A guess: a call takes a few milliseconds on NVMe.
 _CHUNK = 8 * 2**20
-ALIGNMENT = 4096  # ranges begin and end at multiples of this, in bytes, so that no two copies write to one page
+ALIGNMENT = 4096  # ranges of the file begin and end at multiples of 4096 bytes, so that no page belongs to two copies
 
 
 class FileTier(Tier):
-    """An unnamed file in `folder` for all storages on the CPU, preallocated, with a writing and a reading thread."""
+    """Tier for storages on the CPU: one preallocated, unnamed file in `folder`, a writing and a reading thread."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -43,7 +43,7 @@ class FileTier(Tier):
         self._file = NamelessFile(self.folder)
         self._space = FileSpace()
         self._lock = threading.Lock()
-        # Released ranges, each free once its last copy is over. Appending needs no lock.
+        # Released ranges, each with its last copy. A range is free once this copy is over. Appending needs no lock.
         self._given_up: deque[tuple[Extent, Copy | None]] = deque()
         self.leaving, self.returning = CopyingThread("rotor writes"), CopyingThread("rotor reads")
         self._closing = weakref.finalize(self, _close, self._file, self.leaving, self.returning)
@@ -59,12 +59,12 @@ class FileTier(Tier):
 
     def move_out(self, storage: torch.UntypedStorage) -> MovedToFile:
         if storage.device.type != "cpu":
-            message = f"use offload='host' on {storage.device}: only memory of the CPU goes to a file"
+            message = f"use offload='host' on {storage.device}: only CPU memory can be offloaded to a file"
             raise OffloadError(message, kind="other_device", name=str(storage.device))
         self._file.refuse_stopped()
         if os.getpid() != self._process:  # after a fork, two processes would write to the same ranges
             message = (
-                "make the Checkpointable in the process that trains: this one was forked after its file was opened"
+                "make the Checkpointable in the process that trains: this process was forked after the file was opened"
             )
             raise OffloadError(message, kind="forked")
         extent = self._take(storage.nbytes())
@@ -111,11 +111,11 @@ class MovedToFile(Moved):
     def wait_out(self) -> None:
         if self._leaving is None:
             return
-        self._leaving.wait()  # an error leaves the storage and all else unchanged
+        self._leaving.wait()  # if this raises, the storage and this object are unchanged
         self._leaving = self._storage = None
 
     def fetch(self) -> None:
-        if self._storage is not None:  # it has not left, so the file's bytes are not needed
+        if self._storage is not None:  # the memory was not released, so nothing need be read from the file
             if self._returning is None:
                 self._give_up_extent()
             return
@@ -132,7 +132,7 @@ class MovedToFile(Moved):
             try:
                 self._returning.wait()
             except OffloadError:
-                self._returning = self._storage = None  # a second call must not get half of the bytes
+                self._returning = self._storage = None  # so that a second call does not return half-read memory
                 raise
             self._returning = None
             self._give_up_extent()
@@ -144,7 +144,7 @@ class MovedToFile(Moved):
         copy = self._leaving or self._returning
         self._leaving = self._returning = None
         if copy is not None:
-            copy.abandon()  # the copy keeps the memory until it is over (Note, 4)
+            copy.abandon()  # the copy holds the memory until it is over (Rule 4 in `offload_saved.py`)
         if extent is not None:
             self._tier.give_up(extent, copy)
 
@@ -154,7 +154,7 @@ class MovedToFile(Moved):
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Memory of a storage, without a reference to it: a copying thread must not free any."""
+    """Return a storage's memory without a reference to the storage: a copying thread must not free memory (Rule 3)."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
@@ -165,7 +165,7 @@ def _close(file: NamelessFile, *threads: CopyingThread) -> None:
 
 
 class Copy:
-    """A copy by `run`, which releases the GIL; `keeps` keeps its memory alive."""
+    """A copy that `run` performs without holding the GIL; `keeps` is the storage whose memory must stay until then."""
 
     def __init__(self, run: Callable[[], None], keeps: Any) -> None:
         self._run: Callable[[], None] | None = run
@@ -182,17 +182,17 @@ class Copy:
         """Wait for the copy and release its memory. Raises OffloadError if it failed."""
         self._over.wait()
         self._keeps = None
-        # A new error each time: a stored one would keep its frames, and so this copy, alive.
+        # Raise a new error each time: a stored one would keep its frames, and so this copy, alive.
         if isinstance(self._error, OffloadError):
             raise copy.copy(self._error) from self._error.__cause__
         if self._error is not None:
             raise OffloadError(
-                f"an activation could not be copied: {self._error!r}; run the step again", kind="copy_failed"
+                f"run the step again: copying an activation failed with {self._error!r}", kind="copy_failed"
             )
 
     def abandon(self) -> None:
-        """Release the memory as soon as the copy is over; nothing waits for it."""
-        # This order and the opposite one in `do` ensure that the later thread sees the effect of the earlier.
+        """Release the memory as soon as the copy is over; nothing will wait for this copy."""
+        # `do` sets and reads these two flags in the opposite order, so at least one thread sees both set.
         self._abandoned = True
         if self.over:
             self._keeps = None
@@ -202,7 +202,7 @@ class Copy:
         assert run is not None
         try:
             run()
-        except BaseException as error:  # the waiting thread re-raises any error
+        except BaseException as error:  # `wait` raises it in the training thread
             self._error = error.with_traceback(None)
         self._over.set()
         if self._abandoned:
@@ -210,7 +210,7 @@ class Copy:
 
 
 class CopyingThread:
-    """Runs copies in order, in a thread that ends with this object."""
+    """Runs copies in order, in one thread, which ends with this object."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -221,7 +221,7 @@ class CopyingThread:
     def start(self, copy: Copy) -> None:
         with self._starting:
             if self._thread is None:
-                # The thread refers to the queue only, so this object can be collected and end it.
+                # The thread refers only to the queue, so this object can be collected, which ends the thread.
                 self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
                 self._thread.start()
         self._queue.put(copy)
@@ -229,7 +229,7 @@ class CopyingThread:
     def end(self) -> None:
         thread, self._thread = self._thread, None
         self._queue.put(None)
-        # The garbage collector may call this in any thread, including this one.
+        # The garbage collector may call this in any thread, even in the copying thread, which cannot join itself.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -240,7 +240,7 @@ def _work(queue: SimpleQueue[Copy | None]) -> None:
         if copy is None:
             return
         copy.do()
-        del copy  # hold no reference while waiting
+        del copy  # hold no reference while waiting for the next copy
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -255,11 +255,11 @@ class Extent:
 
 @dataclass(slots=True)
 class FileSpace:
-    """Ranges of a file, first fit: the same sizes in the same order take the same, so the file does not grow."""
+    """Allocates ranges of a file, first fit: every step takes the same ranges, so the file does not grow."""
 
-    end: int = 0  # end of the last range ever taken
-    taken: int = 0  # bytes taken now
-    _free: list[Extent] = field(default_factory=list)  # by start
+    end: int = 0  # end of the last range in use
+    taken: int = 0  # bytes in use now
+    _free: list[Extent] = field(default_factory=list)  # sorted by start
 
     def take(self, nbytes: int) -> Extent:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -289,18 +289,18 @@ class FileSpace:
 
 
 class NamelessFile:
-    """A preallocated, unnamed file of `size` bytes. It disappears with its last reference, however a process ends."""
+    """A preallocated, unnamed file of `size` bytes, which the system removes however the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.size = 0
-        self.stopped = False  # whether running copies have to end at once with an error
+        self.stopped = False  # whether running copies must stop with an error
         try:
-            # On Linux it never has a name (O_TMPFILE); elsewhere it loses it before anything is written.
+            # On Linux, the file never has a name (O_TMPFILE). On other systems, the name is removed at once.
             with tempfile.TemporaryFile(dir=folder) as file:
                 self.descriptor = os.dup(file.fileno())
         except OSError as error:
-            message = f"no file can be made in {folder}: {error.strerror}; name a folder that takes files"
+            message = f"name a folder in which files can be created: {folder} does not allow it ({error.strerror})"
             raise OffloadError(message, kind="no_file", name=str(folder)) from None
 
     def __del__(self) -> None:
@@ -317,7 +317,7 @@ class NamelessFile:
             elif size - self.size > shutil.disk_usage(self.folder).free:  # macOS has no posix_fallocate
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise self._failed(f"a file of {exact_bytes(size)} cannot be made", error) from error
+            raise self._failed(f"a file of {exact_bytes(size)} cannot be created", error) from error
         self.size = size
 
     def write(self, data: Any, start: int) -> None:
@@ -336,8 +336,8 @@ class NamelessFile:
                 raise self._failed(f"{exact_bytes(len(data))} cannot be {done_to}", error) from error
             if not copied:
                 message = (
-                    "run the step again: another program has cut the file of moved activations in "
-                    f"{self.folder} at byte {start + done}, and {len(data)} bytes were written from byte {start} on"
+                    "run the step again: another program has truncated the file of offloaded activations in "
+                    f"{self.folder} at byte {start + done}; {len(data)} bytes were written from byte {start} on"
                 )
                 raise OffloadError(message, kind="file_cut_short", name=str(self.folder))
             done += copied
@@ -345,16 +345,16 @@ class NamelessFile:
     def refuse_stopped(self) -> None:
         if self.stopped:
             message = (
-                f"run the forward again: the file of moved activations in {self.folder} is closed, its content lost"
+                f"run the forward again: the file of offloaded activations in {self.folder} is closed, its content lost"
             )
             raise OffloadError(message, kind="file_closed", name=str(self.folder))
 
     def _failed(self, what: str, error: OSError) -> OffloadError:
-        # Ask the file, since its folder may have been removed.
+        # Ask the file for the free space, since its folder may have been removed.
         space = os.fstatvfs(self.descriptor)
         free = space.f_bavail * space.f_frsize
         return OffloadError(
-            f"{what} in {self.folder}, where {exact_bytes(free)} are free: {error.strerror}; free room there, name "
+            f"{what} in {self.folder}, where {exact_bytes(free)} are free: {error.strerror}; free space there, name "
             "another folder in offload=, or leave offload= out",
             kind="no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "file_failed",
             name=str(self.folder),

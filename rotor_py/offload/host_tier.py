@@ -2,14 +2,14 @@
 
 # Note [Streams]
 #
-#  1. Query the training stream before any other stream becomes current: inside such a context, `current_stream` is the
-#     copying one, and nothing would wait for anything.
-#  2. A copy out waits for all work queued on the training stream, including the kernel that makes the bytes.
-#  3. Memory returns to the allocator as memory of the training stream, whose next kernel may write to it. So that
-#     stream waits for the copy first: on the device, not in the thread.
-#  4. For the same reason a copy back waits for the training stream: queued kernels may still read the previous content
-#     of the new memory. It also waits until its bytes have left.
-#  5. A reused host buffer waits for its last copy.
+#  1. Query the training stream before the copying stream becomes current: afterwards, `current_stream` returns the
+#     copying stream, and neither stream would wait for the other.
+#  2. A copy out waits for all work queued on the training stream, including the kernel that computes the bytes.
+#  3. The allocator gives freed memory to the training stream, whose next kernel may write to it. So the training stream
+#     waits for the copy before the memory is freed: the device waits, not the thread.
+#  4. For the same reason, a copy back waits for the training stream: queued kernels may still read the previous content
+#     of the new memory. It also waits for the copy out of its bytes.
+#  5. A copy into a reused host buffer waits for the buffer's last copy.
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rotor_py.host_memory import available_host_bytes
 from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
-_LEAST = 2**20  # Bytes of the smallest buffer. A guess; smaller wastes time on pinning, larger wastes memory.
-# Most ratio of a buffer's size to its request, and of all buffers to all requests. Requests are rounded up to a power
-# of two, so a smaller ratio would give each size its own buffers.
+_LEAST = 2**20  # bytes of the smallest buffer. A guess: smaller ones waste time on pinning, larger ones waste memory
+# Largest ratio of a buffer's size to its request, and of all buffers to all requests. Requests are rounded up to powers
+# of two, so with a ratio below two, requests of different sizes could not share buffers.
 _WASTE = 2
 
 
@@ -36,7 +36,7 @@ class HostTier(Tier):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             message = (
-                "use offload='file:/path' for a model on the CPU: offload='host' needs a CUDA device, and here is none"
+                "use offload='file:/path' for a model on the CPU: offload='host' needs a CUDA device, and found none"
             )
             raise OffloadError(message, kind="no_cuda", name="host")
         self.buffers = PinnedBuffers()
@@ -47,18 +47,18 @@ class HostTier(Tier):
         return self.buffers.taken_bytes
 
     def reserve(self, nbytes: int) -> None:
-        # Does not pin: the first step shows the number and sizes of buffers.
+        # Check only. The first step pins buffers, when their number and sizes are known.
         available = available_host_bytes() + self.buffers.pinned_bytes
         if nbytes > available:
             message = (
-                f"a step moves {exact_bytes(nbytes)} to the host, where {exact_bytes(available)} are available; free "
-                "memory there, raise the limit of the device so that less moves, or leave offload= out"
+                f"a step offloads {exact_bytes(nbytes)} to the host, where {exact_bytes(available)} are available; "
+                "free host memory, raise the device's limit to offload less, or leave offload= out"
             )
             raise OffloadError(message, kind="host_full", nbytes=nbytes, available=available)
 
     def move_out(self, storage: torch.UntypedStorage) -> MovedToHost:
         if storage.device.type != "cuda":
-            message = f"only memory of CUDA devices goes to the host, and this is on {storage.device}"
+            message = f"only memory of CUDA devices can be offloaded to the host, got memory on {storage.device}"
             raise OffloadError(message, kind="other_device", name=str(storage.device))
         self.moved_bytes += storage.nbytes()
         return MovedToHost(self, storage)
@@ -76,18 +76,18 @@ class HostTier(Tier):
 
 
 class MovedToHost(Moved):
-    """A storage in pinned memory; see `Moved`. Numbers in comments are rules of the Note."""
+    """A storage that is offloaded to pinned host memory; see `Moved`. Rules are those of Note [Streams]."""
 
     def __init__(self, tier: HostTier, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
         self._buffers, self._device = tier.buffers, storage.device
         self._storage: torch.UntypedStorage | None = storage
-        self._training = torch.cuda.current_stream(self._device)  # 1
+        self._training = torch.cuda.current_stream(self._device)  # Rule 1
         out, self._back = tier.streams(self._device)
         self._buffer: PinnedBuffer | None = tier.buffers.take(self.nbytes)
-        out.wait_stream(self._training)  # 2
+        out.wait_stream(self._training)  # Rule 2
         if self._buffer.used is not None:
-            out.wait_event(self._buffer.used)  # 5
+            out.wait_event(self._buffer.used)  # Rule 5
         with torch.cuda.stream(out):
             self._host_bytes().copy_(_bytes_of(storage), non_blocking=True)
             self._left: Any = out.record_event()
@@ -95,20 +95,20 @@ class MovedToHost(Moved):
 
     def wait_out(self) -> None:
         if self._buffer is not None and self._storage is not None and self._arrived is None:
-            self._training.wait_event(self._left)  # 3
+            self._training.wait_event(self._left)  # Rule 3
             self._storage = None
 
     def fetch(self) -> None:
         if self._storage is not None:
             if self._arrived is None:
-                self._forget()  # it has not left, and stays
+                self._forget()  # the device memory was not released, so use that
             return
-        training = torch.cuda.current_stream(self._device)  # 1: the engine runs backwards in streams of their forwards
+        training = torch.cuda.current_stream(self._device)  # Rule 1. A backward runs in the stream of its forward
         with torch.cuda.device(self._device):
             self._storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
         self._training = training
-        self._back.wait_stream(training)  # 4
-        self._back.wait_event(self._left)  # 4
+        self._back.wait_stream(training)  # Rule 4
+        self._back.wait_event(self._left)  # Rule 4
         with torch.cuda.stream(self._back):
             _bytes_of(self._storage).copy_(self._host_bytes(), non_blocking=True)
             self._arrived = self._back.record_event()
@@ -126,7 +126,7 @@ class MovedToHost(Moved):
         return self._buffer.memory[: self.nbytes]
 
     def _forget(self) -> None:
-        """Release the buffer. The training stream waits for a running copy (3)."""
+        """Release the buffer. The training stream waits for a running copy (Rule 3)."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -145,10 +145,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Host bytes that the device reads and writes. `used` is the event of the last copy."""
+    """Pinned host memory, which the device can read and write. `used` is the event of the last copy."""
 
     memory: torch.Tensor
-    asked: int = 0  # requested bytes, rounded up
+    asked: int = 0  # bytes of the current request, rounded up
     used: Any = None
 
     @property
@@ -157,17 +157,18 @@ class PinnedBuffer:
 
 
 class PinnedBuffers:
-    """A pool of pinned buffers, reused because pinning takes as long as many copies.
+    """A pool of pinned buffers, which are reused because pinning takes as long as many copies.
 
-    A request gets the smallest free buffer of its size to twice that; all take at most twice the peak of requests.
+    A request gets the smallest free buffer that has its size up to twice its size. All buffers together take at most
+    twice the peak of requested bytes.
     """
 
     def __init__(self) -> None:
         self.taken_bytes = 0
-        self.pinned_bytes = 0  # bytes of all buffers, taken and free
-        self._asked = self._most_asked = 0  # bytes requested now, rounded up, and their peak
+        self.pinned_bytes = 0  # bytes of all buffers, in use or free
+        self._asked = self._most_asked = 0  # requested bytes, rounded up: now, and at most
         self._free: list[PinnedBuffer] = []  # sorted by size
-        # Reentrant: the garbage collector drops handles anywhere, also inside `take`.
+        # Reentrant, since the garbage collector may drop a `MovedToHost` at any time, even inside `take`.
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> PinnedBuffer:
@@ -198,11 +199,11 @@ class PinnedBuffers:
             self._let_go(0)
 
     def _let_go(self, most: int) -> None:
-        """Release free buffers, largest first, until all take at most `most` bytes or none is free."""
+        """Release free buffers, largest first, until all buffers take at most `most` bytes or none is free."""
         before = len(self._free)
         while self._free and self.pinned_bytes > most:
             self.pinned_bytes -= self._free.pop().nbytes
-        # PyTorch caches freed pinned memory; version 2.10 added a function to release it.
+        # PyTorch caches freed pinned memory. torch 2.10 and newer can release it.
         empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
         if len(self._free) < before and empty is not None and torch.cuda.is_initialized():
             empty()
@@ -212,7 +213,7 @@ class PinnedBuffers:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             message = (
-                f"raise the memory limit, or leave offload= out: the host cannot pin {exact_bytes(size)} beside the "
-                f"{exact_bytes(self.taken_bytes)} of activations already moved"
+                f"raise the memory limit, or leave offload= out: the host cannot pin {exact_bytes(size)} besides "
+                f"{exact_bytes(self.taken_bytes)} of offloaded activations"
             )
             raise OffloadError(message, kind="cannot_pin", nbytes=size) from error

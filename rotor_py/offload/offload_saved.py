@@ -1,15 +1,15 @@
-"""A memory tier that holds saved tensors until their backward, and the saved tensors of a stage run that go there."""
+"""Offload the saved tensors of a stage to a memory tier until its backward; the interface of tiers."""
 
 # Note [Moving activations to another tier and back]
 #
-#  1. Offloading moves a storage, not a tensor: views that share one move together, once.
-#  2. Copies run concurrently with training. The caller that starts one waits for it: `wait_out` before the memory is
+#  1. Offloading moves whole storages, so tensors that are views of one storage move together, once.
+#  2. Copies run concurrently with training. The caller that starts a copy waits for it: `wait_out` before the memory is
 #     released, `storage` before the bytes are read.
-#  3. The training thread allocates and frees memory, never a copying thread: this gives one order of all allocations,
-#     so that a plan can promise a peak, and CUDA's allocator knows the stream.
-#  4. Memory that a copy reads or writes stays until the copy is over, even if the bytes are no longer needed.
-#  5. A failed copy raises OffloadError where it is waited for, in the training thread. It leaks nothing: the tier's
-#     room is free again as soon as the handle is dropped.
+#  3. Only the training thread allocates and frees memory, never a copying thread. So allocations have one order, a plan
+#     can promise a peak, and CUDA's allocator knows the stream.
+#  4. Memory that a copy reads or writes exists until the copy is over, even if its bytes are no longer needed.
+#  5. A failed copy raises OffloadError in the training thread, when that waits for the copy. It leaks nothing: the
+#     tier's space is free again as soon as the `Moved` object is dropped.
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rotor_py.errors import InvalidStateError
 
 
 class Moved:
-    """One storage on its way out, in the tier, or on its way back. Dropping it frees its room.
+    """A storage on its way out, in a tier, or on its way back. Dropping this object frees the storage's space.
 
-    This one, of fake tensors, exists until its copy is waited for, and costs no time.
+    This base class is for fake tensors: it frees the storage when the copy is waited for, and copies take no time.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -32,26 +32,26 @@ class Moved:
         self._storage: torch.UntypedStorage | None = storage
 
     def wait_out(self) -> None:
-        """Wait until the bytes have left, and release the storage. Raises OffloadError if the copy failed.
+        """Wait until the bytes are copied out, and release the storage. Raises OffloadError if the copy failed.
 
-        Does nothing if they have left already or were fetched again.
+        Does nothing if the storage was released before or the bytes were fetched again.
         """
         self._storage = None
 
     def fetch(self) -> None:
-        """Allocate a storage and start the copy back. Does nothing if done before, or if none has left."""
+        """Allocate a storage and start the copy back. Does nothing if the storage was not released, or is back."""
         if self._storage is None:
             self._storage = torch.empty(self.nbytes, dtype=torch.uint8).untyped_storage()
 
     def storage(self) -> torch.UntypedStorage:
-        """Fetch the bytes if necessary, wait, and return them. Raises OffloadError if the copy failed."""
+        """Fetch the bytes if needed, wait for them, and return the storage. Raises OffloadError if the copy failed."""
         self.fetch()
         assert self._storage is not None
         return self._storage
 
 
 class Tier:
-    """A memory tier for storages, used by one thread at a time. This one is for fake tensors: its host is unknown."""
+    """A memory tier for storages, used by one thread at a time. This base class is for fake tensors."""
 
     name = "host"  # name in options: `host`, or `file:/path`
     moved_bytes = 0  # bytes offloaded so far
@@ -61,30 +61,30 @@ class Tier:
         return 0
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve room for `nbytes` at once. Raises OffloadError if there is less."""
+        """Reserve space for `nbytes` held at once. Raises OffloadError if the tier has less."""
 
     def move_out(self, storage: torch.UntypedStorage) -> Moved:
-        """Start to offload a storage, which must not be written to from now on. Raises OffloadError without room."""
+        """Start to offload a storage, which nothing may write to from now on. Raises OffloadError if out of space."""
         self.moved_bytes += storage.nbytes()
         return Moved(storage)
 
     def close(self) -> None:
-        """Free all room after the running copies. Offloaded bytes are lost."""
+        """Free all space after the running copies. Offloaded bytes are lost."""
 
 
-# Offloading starts after a stage: only then is it known which of its saved storages the next stage reads, and which are
-# referenced elsewhere, so that moving them would free nothing.
+# Offloading starts after a stage has run: only then is it known which of the storages that it saved have other
+# references, such as the next stage's input. Moving these would free nothing.
 
 
-# Smaller storages stay: passing a copy to a thread takes as long as copying this much. Rough figure of one machine.
+# Smaller storages are not offloaded: handing a copy to a thread takes as long as copying 64 KiB (rough measurement).
 LEAST_BYTES = 64 * 2**10
 
 
 class OffloadableStorages:
-    """Storages saved by one stage run, kept in memory until `offload` moves those that can go."""
+    """Storages that one stage run saves. They are in memory until `offload` moves the offloadable ones."""
 
     def __init__(self) -> None:
-        # Weak references, so that storages that autograd drops are freed.
+        # Weak references, so that storages are freed when autograd drops them.
         self._saved: list[ReferenceType[SavedStorage]] = []
 
     def keep(self, memory: torch.Tensor) -> SavedStorage:
@@ -93,7 +93,7 @@ class OffloadableStorages:
         return saved
 
     def offloadable(self) -> list[SavedStorage]:
-        """Live, unmodified storages held by autograd alone. Call after the run."""
+        """Return live, unmodified storages that only autograd references. Call this after the run."""
         return [each for each in self._alive() if each.only_owner]
 
     def _alive(self) -> list[SavedStorage]:
@@ -122,17 +122,16 @@ class SavedStorage:
         self._writes = memory._version
         self._overwritten = False
         self._moved: Moved | None = None
-        # Fake storages report another device.
-        self._dtype, self._device = memory.dtype, memory.device
+        self._dtype, self._device = memory.dtype, memory.device  # the storage of a fake tensor reports another device
         self.nbytes = memory.untyped_storage().nbytes()
 
     @property
     def only_owner(self) -> bool:
-        """Whether only this object references the storage, unmodified since it was saved."""
+        """Whether only this object references the storage, which was not modified since it was saved."""
         memory = self._memory
         if memory is None or memory._version != self._writes:
             return False
-        # Our own references: the tensor, its base if it is a view, and the Python object of the query.
+        # References of this object: the tensor, its base if it is a view, and the storage object in this query.
         own = 3 if memory._is_view() else 2
         return bool(torch_compat.storage_use_count(memory.untyped_storage()._cdata) == own)
 
@@ -151,11 +150,11 @@ class SavedStorage:
             self._moved.fetch()
 
     def tensor(self) -> torch.Tensor:
-        """The memory as a flat tensor. RuntimeError if it was modified since, OffloadError if it did not come back."""
+        """Return the memory as a flat tensor. Raises RuntimeError if it was modified, OffloadError if a copy failed."""
         self._note_writes()
         if self._overwritten:
             message = (
-                "change tensors in place after the backward: an in-place operation has modified "
+                "change tensors in place only after the backward: an in-place operation has modified "
                 f"{self.nbytes} bytes of memory that the backward needs"
             )
             raise InvalidStateError(message, kind="saved_tensor_changed", nbytes=self.nbytes)

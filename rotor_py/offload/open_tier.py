@@ -1,4 +1,4 @@
-"""Parse and open the tier for offloaded activations: `host`, or `file:/path`."""
+"""Parse and open the tier for offloaded activations (`host` or `file:/path`), and measure its bandwidth."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_solver import InvalidValueError
 from rotor_solver.offload import Link
 
-# Share of the measured bandwidth that plans use: training needs memory bandwidth, too. A guess; too high delays steps.
+# Share of the measured bandwidth that plans use: training needs bandwidth, too. A guess: if too high, steps are slower.
 _SHARE = 0.8
-_PIECE = 4 * 2**20  # bytes of one copy: large enough to hide the fixed cost of a copy
+_PIECE = 4 * 2**20  # bytes of one copy: so large that the fixed cost of a copy does not matter
+# The bandwidth is measured for 0.2 s, but with at most 64 copies. Guesses.
 _SECONDS = 0.2
-# Most copies of a measurement; arbitrary. A slow disk is measured for 0.2 s, a fast one with 256 MiB.
 _MOST_PIECES = 64
 
 
 def link_of(name: str, device: torch.device) -> Link:
-    """Bandwidth from memory of `device` to a tier and back; of a simulated device, from the device table."""
+    """Return the link between memory of `device` and a tier; of a simulated device, from the table of devices."""
     found = prediction()
     rate = math.floor(_SHARE * (measured_bandwidth(name, device) if found is None else found.host_bandwidth))
     return Link(rate, rate)
@@ -35,7 +35,7 @@ def link_of(name: str, device: torch.device) -> Link:
 
 @cache
 def measured_bandwidth(name: str, device: torch.device) -> float:
-    """Measure once per process, so that plans for other batches or copies of a model agree."""
+    """Return a tier's bytes per second, measured once per process so that all its plans use the same bandwidth."""
     tier = opened(name)
     try:
         return measure_bandwidth(tier, device)
@@ -44,9 +44,9 @@ def measured_bandwidth(name: str, device: torch.device) -> float:
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> float:
-    """Return the bytes a second of `tier`, both ways at once. Needs the memory of three pieces of 4 MiB."""
+    """Measure the bytes per second of `tier`, out and back at the same time. Needs three pieces (12 MiB) of memory."""
     source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
-    warm = tier.move_out(source)  # the first copy makes threads, streams and the start of the file
+    warm = tier.move_out(source)  # warm-up: the first copy creates threads and streams, and allocates the file
     warm.wait_out()
     warm.storage()
     del warm
@@ -54,7 +54,7 @@ def measure_bandwidth(tier: Tier, device: torch.device) -> float:
     before.wait_out()
     pieces = 0
     begun = time.perf_counter()
-    # In each round one piece leaves while the previous returns: both directions take as long as the slower one.
+    # In each round, one piece is copied out while the previous one is copied back.
     while pieces < _MOST_PIECES and (pieces == 0 or time.perf_counter() - begun < _SECONDS):
         leaving = tier.move_out(source)
         before.fetch()
@@ -68,7 +68,7 @@ def measure_bandwidth(tier: Tier, device: torch.device) -> float:
 
 
 def checked_name(name: str) -> str:
-    """The tier name with an absolute path. Raises ValueError for an unknown or unavailable tier."""
+    """Return the tier name with an absolute path. Raises ValueError for an unknown or unavailable tier."""
     refuse_other_names(name)
     if name != "host":
         name = f"{FILE}{Path(name.removeprefix(FILE)).expanduser().absolute()}"
@@ -82,7 +82,7 @@ def checked_name(name: str) -> str:
 def opened(name: str) -> Tier:
     if (found := prediction()) is not None:
         if name != "host":
-            message = f"use offload='host': a file's speed is measured beside the device, and {found.name} is not here"
+            message = f"use offload='host': a file's speed must be measured on the machine that has {found.name}"
             raise OffloadError(message, kind="device_elsewhere", name=found.name)
         return Tier()
     return HostTier() if name == "host" else FileTier(name.removeprefix(FILE))
