@@ -1,6 +1,6 @@
 """Train a PyTorch model inside a memory limit given in bytes, at the least extra time, with the same numbers.
 
-Names are imported on first use, so that `rotor-plan` reports a typing error without importing torch.
+Names are imported on first use, so that `rotor-plan` reports a mistyped option without importing torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     from rotor_solver.memory_timeline import PlanMemory, StageMemory
 
-# The module of each public name; the imports above say the same to type checkers.
+# The module of each public name, for imports at run time; the imports above are for type checkers.
 _MODULES = {
     name: module
     for module, names in {

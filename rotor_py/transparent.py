@@ -117,7 +117,7 @@ def core_of(model: nn.Module) -> nn.Module:
     if isinstance(model, DistributedDataParallel):
         return core_of(model.module)
     if is_optimized(model):
-        said = "write Checkpointable(model, compile=True): torch.compile around the model has no part in a planned step"
+        said = "write Checkpointable(model, compile=True): torch.compile around the model does not affect planned steps"
         _log.warning(said, extra=record_fields("compile_ignored"))
         return core_of(model._orig_mod)
     return model

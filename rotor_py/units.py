@@ -28,9 +28,9 @@ def parse_bytes(size: float | str, *, device_bytes: int | None = None) -> int:
     else:
         result = size if isinstance(size, int) else _parse(size, device_bytes)
     if result <= 0:
-        raise InvalidValueError(f"a size has to be more than zero bytes, not {size!r}; {_HINT}", kind="not_positive")
+        raise InvalidValueError(f"a size must be more than zero bytes, got {size!r}; {_HINT}", kind="not_positive")
     if result > _MOST:
-        raise InvalidValueError(f"{size!r} is more than any device has; {_HINT}", kind="too_large")
+        raise InvalidValueError(f"{size!r} is more memory than any device has; {_HINT}", kind="too_large")
     return result
 
 
@@ -43,10 +43,10 @@ def _parse(text: str, device_bytes: int | None) -> int:
     if unit == "%":
         if device_bytes is None:
             raise InvalidValueError(
-                f"{text!r} is a share of a device, and no device is known here; {_HINT}", kind="unknown_device"
+                f"{text!r} is a share of a device's memory, but no device is known; {_HINT}", kind="unknown_device"
             )
         if number > 100:
-            raise InvalidValueError(f"{text!r} is more than the whole device; {_HINT}", kind="above_device")
+            raise InvalidValueError(f"{text!r} is more than all memory of a device; {_HINT}", kind="above_device")
         return int(number * device_bytes / 100)
     prefix = unit.removesuffix("b")
     if prefix in _DECIMAL:

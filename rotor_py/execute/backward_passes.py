@@ -130,7 +130,7 @@ class Held:
 
 @dataclass(slots=True)
 class Pass:
-    """One backward pass. `position`: first operation not run yet; `used`: stages that earlier passes consumed."""
+    """One backward pass. `position`: first operation not run yet; `used`: stages that earlier passes have consumed."""
 
     task: int
     held: Held
@@ -143,7 +143,7 @@ class Passes:
     def __init__(self, held: Held, instructions: Instructions) -> None:
         # values for the next pass; None once a pass has begun that consumes all of them
         self.left: Held | None = held
-        # nodes by stage, for as long as the graph lives
+        # stage nodes by stage, as long as the graph lives
         self.nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._instructions = instructions
         self._current: Pass | None = None

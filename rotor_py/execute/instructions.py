@@ -159,10 +159,10 @@ def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step
 
 
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
-    """Return, for every operation, the inputs to hold after it: a later forward reads them before one recomputes them.
+    """Return, for every operation, the inputs to hold after it: inputs that a later forward reads and none recomputes.
 
     `first` gives the position of each stage's first forward, which takes its input from the stage before, not from the
-    tape. Inputs inside some ā are read from there, even if they are recomputed in the meantime.
+    tape. An input that is part of some ā is read from this ā, even if it is recomputed in the meantime.
     """
     saved: list[frozenset[int]] = [frozenset()]  # for every operation, the indices of the ā that exist when it begins
     for operation in operations:

@@ -13,8 +13,8 @@
 #     progress, i, has passed none: the engine gets all of them at once, when the stage is done. So stages 0 … i remain,
 #     and the gradient of their output is in memory. The tape releases everything held for them and recomputes them
 #     from the chain's input.
-#  5. Memory is free before anything is recomputed: an error's traceback keeps the tensors of all its frames. So the
-#     recompute begins after the `except` block, when nothing refers to the error.
+#  5. A recompute begins after the `except` block, when nothing refers to the error: its traceback would hold the
+#     tensors of all frames.
 #  6. If a recompute might not be exact, the error passes, with a note that says why: the chain's input or a parameter
 #     was written to since the forward, the stage in progress may have called hooks on gradients, or a buffer without a
 #     copy has changed.
@@ -79,11 +79,11 @@ class Undo:
             table[name] = tensor
             # Skip unchanged buffers: one may be an expanded scalar, which cannot be written.
             if not torch.equal(tensor, before):
-                # Through `data`, which leaves the version: the graph of an earlier forward may have saved the buffer.
+                # Write through `data`, which leaves the version: the graph of an earlier forward may hold the buffer.
                 tensor.data.copy_(before)
         for (table, name, tensor), version in self._others:
             if table[name] is not tensor or tensor._version != version:
-                return f"buffer {name!r} was changed for the first time, and there is no copy of it"
+                return f"buffer {name!r} has changed for the first time, so there is no copy to restore it from"
         return None
 
 

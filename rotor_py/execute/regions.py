@@ -71,7 +71,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
 
 def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[Operation]]:
     """Read the forwards at the beginning of `operations`, up to and including all of their backwards."""
-    found: list[tuple[int, int, bool]] = []  # first stage, the one after the last, whether it is attached
+    found: list[tuple[int, int, bool]] = []  # of each item: first stage, stage after the last, whether it is stored
     at = 0
     while at < len(operations) and not isinstance(operations[at], Backward | Loss):
         match operations[at]:
@@ -181,7 +181,7 @@ class _RegionInput:
     requires_grad: bool
 
     def tensor(self) -> torch.Tensor:
-        # A detached tensor loses `requires_grad`, so it is set again. It shares no graph with its source.
+        # Detach, so that the recompute has a graph of its own. This clears `requires_grad`: set it again.
         return self.saved.tensor().detach().requires_grad_(self.requires_grad)
 
 
@@ -198,7 +198,7 @@ class _Recomputed:
 
     def run(self, first: Callable[[Any], Any], value: Any) -> Any:
         outside = innermost_run.get()
-        last = 0  # number of the node that saved the last tensor, in the order in which autograd makes nodes
+        last = 0  # sequence number of the node that saved the last tensor
 
         def leave_out(tensor: torch.Tensor) -> _Later:
             nonlocal last
@@ -254,5 +254,5 @@ class _Later:
 
 
 def _rerun_differs(before: str, now: str, **numbers: Any) -> InvalidStateError:
-    text = f"a stage must do the same thing every time: it saved {before} in the forward, and {now} when recomputed"
+    text = f"a stage must save the same tensors in every run: it saved {before} in the forward, {now} when recomputed"
     return InvalidStateError(text, kind="rerun_differs", **numbers)

@@ -23,13 +23,13 @@
 #     tape's values, so that another can follow. Any other pass consumes the nodes that it goes through, and leaves only
 #     values that other nodes need: usually none. A second pass through a consumed node is refused (see `Passes`).
 #  9. Forwards right before the backward of a stage of rule 1 run from a hook on that stage's output, when its gradient
-#     arrives. Only a sequence by hand has them.
+#     arrives. Only sequences by hand have such forwards.
 # 10. An error ends the forward or the backward pass that raises it. The tape releases its values at once: the error's
 #     traceback would keep them. Values held for a retained graph stay for the next pass, as in plain training.
-# 11. In a zero-bubble pipeline, one pass asks for inputs only, and another for parameters, from the same gradients. The
-#     first computes both, and keeps the parameter gradients (see `Unclaimed`).
+# 11. In a zero-bubble pipeline, a first backward asks for gradients of inputs only, and a second one for gradients of
+#     parameters. The first computes both, and keeps the parameter gradients (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output, which is unused (see `stage.skipped_output`).
-# 13. An `OOMRetryTape` recomputes after an out-of-memory error. It has no stages of rule 1, and a Note of its own.
+# 13. An `OOMRetryTape` recomputes after an out-of-memory error. No stage of it follows rule 1; it has its own Note.
 # 14. Wait for a gradient with a pending collective (tensor parallelism) before stages are recomputed: tensors in a
 #     collective stay in memory until the wait. `StageRunner` waits for outputs at the end of a stage.
 # 15. Saved tensors of stages of rule 1 may be offloaded and fetched. The tape waits for copies out and begins copies
@@ -75,7 +75,7 @@ from rotor_solver.offload import Moves
 
 @dataclass(slots=True)
 class Moving:
-    """The offloads of one forward and its backward, to `tier`. `position` is the first operation that is still to come.
+    """Offload the saved tensors of one forward to `tier`, and fetch them for its backward. `position`: next operation.
 
     Waits and fetches happen once, in the order of the sequence. A backward in another order is still correct: a tensor
     that has not been fetched is fetched when it is read.
@@ -225,7 +225,7 @@ class Tape:
         self._moving: Moving | None = None
         if instructions.moves is not None:
             if tier is None:
-                text = "give offload=: the sequence moves what stages save, and there is no tier to move it to"
+                text = "give offload=: the sequence offloads saved tensors, and there is no tier for them"
                 raise InvalidValueError(text, kind="no_tier", name="offload")
             self._moving = Moving(instructions.moves, tier)
 
@@ -250,7 +250,7 @@ class Tape:
         for steps in self.instructions.pieces:
             stop = frontier + len(steps)
             run = self.runners.joined(frontier, stop) if len(steps) > 1 and not watchers else None
-            if run is not None:  # Rule 16: as one function
+            if run is not None:  # Rule 16: several stages as one function
                 values = list(value)
                 del value
                 value = run(values, self.context)
@@ -273,10 +273,10 @@ class Tape:
         recomputed = stage in self.instructions.recomputed
         if recomputed:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
-        if stage in step.live:  # Rule 5: without its history
+        if stage in step.live:  # Rule 5: the input, without its history
             self._keep(held, stage, value)
         if stage not in self.instructions.in_graph:
-            value = self._add_node(stage, value)  # Rule 2: one node
+            value = self._add_node(stage, value)  # Rule 2: the stage as one node
         elif recomputed:
             # The stage must not overwrite an input that the tape keeps. It may overwrite any other input.
             value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
@@ -287,7 +287,7 @@ class Tape:
         if stage in self.instructions.awaited:  # Rule 9
             for tensor in tensors_in(value):
                 if tensor.requires_grad:
-                    # Called once per tensor: after the first call, `position` says that nothing is left to run.
+                    # Called once per tensor. Only the first call runs operations: it advances `position`.
                     tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
         held.inputs.drop_all_but(step.live)
         return value
@@ -383,7 +383,7 @@ class Tape:
         runner = self.runners[stage]
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         if lost := [i for i in known if i < len(attached.outputs) and attached.outputs[i] is not None]:
-            text = f"plan again: output {lost[0]} of stage {runner.name!r} has a gradient, unlike when it was measured"
+            text = f"plan again: output {lost[0]} of stage {runner.name!r} has a gradient, and had none when measured"
             raise InvalidStateError(text, kind="rerun_differs", stage=stage, name=runner.name)
 
     def _without_gradient(self, runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
@@ -404,7 +404,7 @@ class Tape:
             self._kept[stage] = [tensor._version for tensor in held.inputs.held_tensors(stage)]
 
     def _refuse_written(self, held: Held, stage: int) -> None:
-        """Raise StageChangedError if the stage's input was written to after it was kept, as autograd would."""
+        """Raise StageChangedError if the stage's input was written to after the tape kept it, as autograd raises."""
         now = [tensor._version for tensor in held.inputs.held_tensors(stage)]
         if stage in self._kept and now != self._kept[stage]:
             was, is_now = (" ".join(f"at version {each}" for each in versions) for versions in (self._kept[stage], now))

@@ -1,4 +1,4 @@
-"""Turn a model and an input into a plan with costs: cut the stages, measure them, divide the limit; log it all."""
+"""Turn a model and an input into a plan with costs: cut the model into stages, measure these, divide the limit; log."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         ways=() if settings.inductor is None else tuple(ways),
         fresh_gradients=settings.fresh_grads,
     )
-    if plan.ways:  # before there is a limit, run the variant that is fastest without recompute
+    if plan.ways:  # until a limit is solved for, use the variant that is fastest without recompute
         candidates = [way for way in plan.ways if way.cut.members is not None] or plan.ways
 
         def seconds(way: MeasuredCut) -> float:

@@ -123,7 +123,7 @@ class Replanner:
             yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not self._final:
-                add_note(error, f"{_NOT_AGAIN}: it came from outside of the planned stages, where no plan needs less")
+                add_note(error, f"{_NOT_AGAIN}: the error came from outside of the planned stages")
             raise
 
     def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:

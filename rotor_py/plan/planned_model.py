@@ -127,7 +127,7 @@ class PlannedModel(Transparent):
 
     @property
     def captured(self) -> bool:
-        """Whether TorchDynamo captures the model's graph; a nesting of `nn.Sequential` is a chain already."""
+        """Whether TorchDynamo captures the model's graph; the layers of an `nn.Sequential` need no capture."""
         return self._planner.plans.blank.captured
 
     @property
@@ -185,7 +185,7 @@ class PlannedModel(Transparent):
 
 
 def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
-    """Return a solved plan for a file; the model is in training mode. Raises ValueError as `PlannedModel.plan` does."""
+    """Convert a solved plan for a file. The model must be in training mode. ValueError as from `PlannedModel.plan`."""
     sequence, settings, device = plan.followed, model.settings, model.device_of(plan.input_spec)
     # A file does not record `on_oom`: the user gives it again on loading.
     fresh, unlimited = settings.fresh_grads if plan.file is None else plan.file.fresh_grads, plan.unlimited(settings)

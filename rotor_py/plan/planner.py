@@ -22,8 +22,8 @@
 #     earlier plans stay. If no plan fits an input, later inputs as large are refused at once, unless their mask may
 #     need less. Several processes refuse an input that no plan covers, since each would plan alone. If ever larger
 #     inputs have to be measured, one warning says so.
-#  6. An optimizer is detected. It counts in every budget. A sequence without room for it is replaced; if no other fits,
-#     training goes on with it. Several processes solve together at the next forward, since each detects its own.
+#  6. An optimizer is detected. Its state counts in every budget. If a sequence has no room for it, the planner solves
+#     again; if nothing fits, training goes on. Several processes, each with its optimizer, solve at the next forward.
 #  7. A step shows undeclared memory (`observers`). If gradients unexpectedly exist when a forward begins, the planner
 #     measures and solves with them before it runs (events 1 and 2). Memory of the loss, or of anything else outside the
 #     model, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and
@@ -34,14 +34,14 @@
 #     processes compare their sequences. → agreed. If the costs were predicted, the first watched step is compared with
 #     them; if its peak differs by more than a margin in any process, the next forward drops the file and measures
 #     (events 1 and 2).
-#  9. A forward arrives while others are in flight. It follows the plan's sequence for so many, or else another one that
-#     fits, or else training goes on. Once none is in flight, the planner solves with room for so many, or else training
-#     goes on. Plans allow backwards in any order. After some steps in reverse, the planner solves for that order, if
-#     the user declared none; after a step in another order, for any order again. Several processes only warn: they do
-#     not see each other's forwards in flight.
+#  9. A forward arrives while others are in flight. It follows the plan's sequence for so many forwards, or else another
+#     one that fits, or else training goes on. Once no forward is in flight, the planner solves with room for as many as
+#     there were, or else training goes on. Plans allow backwards in any order. If some steps had their backwards in
+#     reverse, the planner solves for that order, unless the user has declared one; after a step in another order, for
+#     any order again. Several processes only warn: they do not see each other's forwards in flight.
 # 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
-#     within a smaller limit, which repeats the work in progress, and counts for steps of this kind until the user sets
-#     a limit. → solved
+#     within a smaller limit, which repeats the work in progress. Steps of this kind keep the smaller limit until the
+#     user sets one. → solved
 # 11. The model is copied. The copy gets the plan in use if it can serve the copy, and no waiting plans.
 # 12. `.compile()` asks for compiled stages. The planner drops all plans: they are for other stages. → unmeasured
 #
@@ -197,7 +197,7 @@ class Planner:
         refuse_excluded(self.settings, compile="compile()")
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
             extra = record_fields("compile_ignored", name="plan")
-            _log.warning("compile() compiles nothing, since the plan is from a file; the step is planned", extra=extra)
+            _log.warning("compile() has no effect, since the plan is from a file, which is followed", extra=extra)
             return
         self.settings.inductor = config_of(compile)
         self.plans.begin_anew()
@@ -205,7 +205,7 @@ class Planner:
     def warn_of_torch_compile(self) -> None:
         """Warn once that a `torch.compile` around the model compiles nothing."""
         if self.settings.inductor is None:
-            text = "torch.compile around a Checkpointable compiles nothing: write Checkpointable(model, compile=True)"
+            text = "write Checkpointable(model, compile=True): torch.compile around a Checkpointable compiles nothing"
             self._warn_once(text, record_fields("compile_ignored", name="torch.compile"))
 
     def warn_of_evaluation(self, error: InfeasibleError) -> None:
@@ -220,7 +220,7 @@ class Planner:
             _log.warning(text, extra=extra)
 
     def copied(self) -> Planner:
-        """Event 11: return a planner for a copy of the model; it refers to this model until that is copied too."""
+        """Event 11: return a planner for a copy of the model. It refers to this model until `copy` has copied it."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans.take_along(self.plans.in_use)
         return twin
@@ -267,7 +267,7 @@ class Planner:
             if self.in_use.file is not None or not self.plans.blank.captured:
                 raise
             answers = error.answers if isinstance(error, OtherDataError) else None
-        # Not in the `except`: there, the error's traceback would keep the tensors of the first attempt.
+        # Outside of the `except`, where the error's traceback would keep the tensors of the first attempt.
         if answers is not None:
             if not model.alone:  # batches of other processes may fit the plan
                 text = "call measure() again in all processes: the plan is for batches with another kind of mask"

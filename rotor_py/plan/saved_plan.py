@@ -40,7 +40,7 @@ _MOST_CARRIED = 10**6
 _SIGNED = dict.fromkeys(
     ("backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"), (-LARGEST_SIZE, LARGEST_SIZE)
 )
-# The least and the largest value of numbers that are not from zero to `LARGEST_SIZE`, in bytes or seconds.
+# Minimum and maximum of numbers, in bytes or seconds, whose range is not from zero to `LARGEST_SIZE`.
 _RANGES = {"mem_limit": (1, 2**63 - 1), "room": (1, 2**63 - 1), "forwards": (1, 10**4), **_SIGNED}
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -111,7 +111,7 @@ def _refuse_other_length(name: str, found: int, stages: int) -> None:
         raise InvalidValueError(text, kind="wrong_length", name=name, got=found)
 
 
-# Fields of a budget that do not follow from the measurement.
+# Fields of a budget that do not follow from the measurement, so files contain them.
 _AROUND = (
     *("fixed", "before_bytes", "stepping_bytes", "step_bytes", "forwards", "held_beside", "backward_order"),
     *("freed_gradients", "view_bytes", "rest_bytes", "link", "link_name"),

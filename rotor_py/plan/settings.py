@@ -22,7 +22,7 @@ from rotor_solver.watching import Progress
 
 @dataclass(slots=True)
 class Settings:
-    """The arguments of `Checkpointable`, which documents them. A change counts from the next plan on."""
+    """The arguments of `Checkpointable`, documented there. A changed setting counts from the next plan on."""
 
     mem_limit: float | str | None = None
     mem_slots: int = 500
@@ -89,7 +89,7 @@ SHARDED = "a model of fully_shard"
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Two settings, by their names, that exclude each other; `{given}` in `why` is the second as the user wrote it."""
+    """Names of two settings that exclude each other; `{given}` in `why` stands for the second as the user wrote it."""
 
     first: str
     second: str
@@ -150,7 +150,7 @@ def one_process_only(settings: Settings, sharded: str = SEVERAL_PROCESSES) -> Ex
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer that is not known to step each parameter by itself."""
+    """Raise ValueError for an optimizer that is not known to step each parameter independently."""
     if not steps_per_parameter(optimizer):
         name = type(optimizer).__name__
         text = f"step_in_backward must be SGD, Adam, AdamW or another that steps each parameter alone, got {name}"

@@ -38,7 +38,7 @@ def agreed_sequence(
     """Find, on rank 0 of `group`, a sequence for the least room of any process. All processes must call this."""
     own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # room for the chain
     chains, rooms, links = zip(*gather_objects((budget.chain, own, budget.link), group, device), strict=True)
-    # Compared before solving: rank 0's sequence is valid only for as many stages.
+    # Compare stages before solving: rank 0's sequence is valid only for as many stages as rank 0 has.
     stages = [[stage.name for stage in chain.stages] for chain in chains]
     for rank, names in enumerate(stages):
         if names != stages[0]:
@@ -123,7 +123,7 @@ def choose_variant(
                 return sequence
         raise min(refused, key=lambda error: error.min_bytes)
     finally:
-        refused.clear()  # this frame is in the errors' tracebacks: they would hold it until a garbage collection
+        refused.clear()  # break the cycle of the errors and this frame, which is in their tracebacks
 
 
 def solve(
@@ -191,7 +191,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     if not least < held > limit:
         return
     more = (
-        "If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
+        "If your loop frees gradients between steps (optimizer.zero_grad()), declare it: with fresh_grads=True "
         f"(--fresh-grads) the least limit is {exact_bytes(least)}, "
         f"{'and a plan fits' if least <= limit else 'still above the limit'}."
     )
@@ -220,6 +220,6 @@ def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
 
 def warn_beyond_the_limit(error: InfeasibleError) -> None:
     _log.warning(
-        f"give the optimizer as optimizer=: it was unknown, and training goes on beyond the limit: {error}",
+        f"give the optimizer as optimizer=: the plan did not count it, and training goes on beyond the limit: {error}",
         extra=record_fields("late_optimizer", min_bytes=error.min_bytes, mem_limit=error.mem_limit),
     )

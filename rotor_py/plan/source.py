@@ -81,7 +81,7 @@ class SequenceExecutor:
         context: tuple[Any, ...] = (),
     ) -> Any:
         """Run `stages` on `value`; `make` makes their runners, if this sequence has none yet."""
-        # Compared as objects: comparing thousands of operations would take longer than small stages do.
+        # Compare by identity: comparing thousands of operations would take longer than small stages do.
         key = how.sequence, stages, how.measurement, how.preserve_rng_state
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
@@ -115,7 +115,7 @@ class SequenceExecutor:
 
 _LEAST_BYTES = 2**20  # Layers that save less are not captured. A guess: TorchDynamo takes up to seconds.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-_OPERATORS = "torch.nn."  # packages whose layers are single operators, if they have no layers inside
+_OPERATORS = "torch.nn."  # package whose layers without inner layers are single operators
 
 
 class LayerParts:
@@ -130,7 +130,7 @@ class LayerParts:
         self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of a kind, if it can be stored in part
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle nothing: the entries are bound to these layers, and a copy finds its own."""
+        """Pickle no entries: they are bound to these layers, and a copied model finds its own."""
         return {**self.__dict__, "_found": {}, "_kinds": {}}
 
     def look_at(
@@ -215,7 +215,7 @@ class LayerSource(SequenceExecutor):
         with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, device)
             measurement = measure(found, value, device, options, parts)
-        # Only now: after an error, the earlier plan stays.
+        # Set these only now: after an error, the earlier plan stays in use.
         self._parts, self._read = parts, []
         return [MeasuredCut(found, measurement)], value
 
@@ -249,12 +249,12 @@ class LayerSource(SequenceExecutor):
 
 
 class GraphSource(SequenceExecutor):
-    """Stages from the graphs that TorchDynamo captures, anew for a larger input; values are (arguments, keywords)."""
+    """Stages from graphs that TorchDynamo captures, again for larger inputs. Values are (arguments, keywords)."""
 
     captured = True
 
     def __init__(self, model: nn.Module, granularity: int, compiler: StageCompiler | None = None) -> None:
-        # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
+        # Import late: this imports TorchDynamo, which takes as long as the rest of torch.
         from rotor_py.capture.session import CaptureSession
 
         super().__init__(model)
@@ -324,7 +324,7 @@ def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, named: list[Layer]
 
 
 def _tell_of_capture(value: Any) -> None:
-    text = "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles says why"
+    text = "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles shows the reason"
     _log.warning(text, describe(spec_of(value)), extra=record_fields("captured_again"))
 
 

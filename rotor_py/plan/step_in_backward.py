@@ -5,12 +5,12 @@
 #  1. The user's own optimizer steps each parameter. Meanwhile, its only group has the settings of the parameter's group
 #     and this one parameter: so state, schedulers and state dict are those of plain training. Only the user's own
 #     `optimizer.step()` calls the optimizer's hooks, once in each step.
-#  2. Only a backward through the output of a planned forward steps. The number of its graph task identifies it: a hook
-#     on the output notes the number, and hooks on parameters do nothing in other backwards. Backwards of other losses,
-#     or of the unplanned model, leave gradients in `grad`, as usual; so do parameters that the optimizer does not have.
-#  3. A parameter's hook is called once in a pass, after the backward of all its uses. So no stage that reads the
-#     parameter can be recomputed later, unless it reads it detached; a stage that finds another parameter than in its
-#     first run is refused (`StageRunner`).
+#  2. Parameters are stepped only in a backward through the output of a planned forward. The number of its graph task
+#     identifies it: a hook on the output notes the number, and hooks on parameters do nothing in other backwards.
+#     Backwards of other losses leave gradients in `grad`, as usual, as do parameters that the optimizer does not have.
+#  3. A parameter's hook is called once in a backward, after the backward of all its uses. So no stage that reads the
+#     parameter can be recomputed later, unless the stage detaches the parameter. Then the recompute finds a changed
+#     parameter and raises an error (`StageChangedError`).
 #  4. `optimizer.step()` marks the end of a step. It finds no gradients, and does nothing. A second backward before it
 #     would accumulate gradients; it is refused before any parameter is stepped.
 #  5. Until then, a stepped parameter has a `ConsumedGradient`, which raises when it is read. `optimizer.step()` removes
@@ -69,7 +69,7 @@ class SpentGradientError(DescribedError, RuntimeError):
 
 
 class ConsumedGradient(torch.Tensor):
-    """Stands in for a parameter's gradient, takes no memory, and raises SpentGradientError when it is read."""
+    """Replaces a parameter's used gradient, takes no memory, and raises SpentGradientError when it is read."""
 
     __torch_function__ = torch_compat.disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, untyped
 
@@ -109,7 +109,7 @@ class Stepper:
         self._model, self._optimizer = model, optimizer
         self._groups: dict[int, dict[str, Any]] = {}  # the group of each stepped parameter, by the parameter's id
         self._hooked: dict[int, nn.Parameter] = {}
-        self._task = _NO_TASK  # the backward pass that steps
+        self._task = _NO_TASK  # the backward pass in which parameters are stepped
         self._stepped_in = _NO_TASK  # the last pass that has stepped a parameter, until the user's `optimizer.step()`
         self._has = self._ids_of_both()  # the ids of the model's parameters that the optimizer had at the last forward
         detect_scaled_losses()
@@ -118,7 +118,7 @@ class Stepper:
         optimizer.register_step_post_hook(_weakly(self._has_stepped))
 
     def before_forward(self, *, in_flight: bool) -> bool:
-        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Removes consumed gradients."""
+        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Return whether plans are stale."""
         refuse_optimizer(self._optimizer)
         if in_flight:
             text = "call backward() and optimizer.step() before the next forward, or leave step_in_backward out"

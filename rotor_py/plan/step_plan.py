@@ -56,14 +56,14 @@ class StepPlan:
     in_other_order: bool = False  # whether a backward has come while a later forward was in flight
     fresh_gradients: bool = False  # whether gradients are freed between steps
     watched: Sequence | None = None  # the sequence of the last step that was watched to its end
-    # whether the first step has confirmed the prediction; None without a prediction or a watched step
+    # whether the first watched step has confirmed the prediction; None before that step, or without a prediction
     prediction_holds: bool | None = None
     asked: int = 0  # number of forwards in which processes could exchange whether the prediction holds
     overruns: int = 0  # number of steps over the limit
-    # names of stages that could not be recomputed in an earlier step, since what they read had changed
+    # names of stages that could not be recomputed in an earlier step, since a value that they read had changed
     changed: set[str] = field(default_factory=set)
     told_bytes: int = 0  # the largest peak that a warning has named
-    steps: int = 0  # forwards since the plan was made that began with none in flight
+    steps: int = 0  # forwards by this plan that began with no other in flight
     forms: set[tuple[object, ...]] = field(default_factory=set)  # forms of its steps seen so far
     # the limit that was set when the device ran out of memory, and the reduced limit in bytes
     reduced: tuple[float | str | None, int] | None = None
@@ -205,7 +205,7 @@ class StepPlan:
 
     @contextmanager
     def without_budget(self) -> Iterator[None]:
-        """Inside the context, compiled stages save what the compiler saves without a limit."""
+        """Inside the context, compiled stages save the tensors that the compiler chooses without a limit."""
         assert self.cut is not None
         stages = tuple(
             (name, stage.with_ways(()) if isinstance(stage, CompiledStage) and stage.room is not None else stage)

@@ -26,10 +26,10 @@ from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
-# Waiting step plans; the one that has waited longest is dropped first. A guess: a GAN has two or three.
+# Maximum number of waiting plans; the one that has waited longest is dropped. A guess: a GAN has two or three.
 _MOST_WAITING = 8
-_MOST_PLANS = 16  # Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds.
-# Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large.
+_MOST_PLANS = 16  # Plans for growing inputs after which a warning comes. A guess: each takes seconds.
+# Maximum number of remembered refusals. A guess: a data set has few shapes that are too large.
 _MOST_REFUSED = 16
 
 
@@ -86,7 +86,7 @@ class StepPlans:
             try:
                 raise error
             finally:
-                del error  # an error in a frame of its own traceback would hold the batch until a garbage collection
+                del error  # an error in a frame of its own traceback holds the batch until a garbage collection
         _log.warning("%s", error, extra=fields_of(error))
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
@@ -183,8 +183,8 @@ class StepPlans:
                 warn_beyond_the_limit(error)
 
     def take_along(self, plan: StepPlan | None) -> None:
-        """Event 11: put the plan of the original of this copy in use, unless its graph is bound to the original."""
-        # Its `spec` names the original's layers, so the copy's first step is compared with the file again, or measured.
+        """Event 11: for a copied model, use the original's `plan`, unless its graph is bound to the original."""
+        # `spec` has the original's layers, so the copy's first step is compared with the file again, or measured.
         if plan is not None and not self.blank.captured:
             self.in_use = replace(plan, source=self.blank)
         elif plan is not None and plan.file is not None:
@@ -246,7 +246,7 @@ class StepPlans:
         return best
 
     def _put_in_use(self, plan: StepPlan, present: ModelState) -> None:
-        """Put a waiting plan in use again; solve again if anything that it depends on has changed."""
+        """Put a waiting plan in use again; have it solved again if limit, slots or gradients have changed."""
         if plan is self.in_use:
             return
         waiting = [*self._waiting, *([] if self.in_use is None else [self.in_use])]

@@ -58,7 +58,7 @@ class TensorSpec:
         return smaller and all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
 
     def _differs_in_size_alone(self, other: TensorSpec) -> bool:
-        # Field by field: every step compares each tensor, and `replace` takes ten times as long.
+        # Compare fields one by one: every step does this for each tensor, and `replace` takes ten times as long.
         return (
             len(other.shape) == len(self.shape)
             and other.dtype == self.dtype
@@ -109,7 +109,7 @@ def covers(planned: Any, value: Any) -> bool:
 
 
 def reaches(planned: Any, value: Any) -> bool:
-    """Whether every tensor of `value` equals its counterpart in the spec `planned`, or is smaller; texts may differ."""
+    """Whether every tensor of `value` has the spec of its counterpart in `planned`, or is smaller; texts may differ."""
     return _agree(planned, spec_of(value), TensorSpec.reaches, texts=False)
 
 
@@ -135,7 +135,7 @@ def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], 
 def _equal(before: Any, after: Any) -> bool:
     """Whether two values that are not tensors are equal; NumPy arrays, if all of their elements are."""
     try:
-        return bool(before == after)  # an array compares each element, and has no truth value of its own: ValueError
+        return bool(before == after)  # raises ValueError for arrays, which compare each element
     except ValueError:
         return bool(np.array_equal(before, after))
     except Exception:  # the user's `__eq__` may raise anything
@@ -189,7 +189,7 @@ class ModelState:
                 modules=tuple(map(id, modules)),
                 modes=tuple(map(_MODE, modules)),
                 parameters=tuple(map(id, parameters)),
-                # Not a tuple per parameter: these would trigger Python's garbage collection more often.
+                # One tuple per property: a tuple per parameter would trigger Python's garbage collection more often.
                 trained=trained,
                 dtypes=tuple(map(_DTYPE, parameters)),
                 devices=tuple(map(_DEVICE, parameters)),
@@ -221,7 +221,7 @@ class StepSpec:
         return self._alike(other) and same_kind(self.input, other.input, texts=texts)
 
     def identical(self, other: StepSpec) -> bool:
-        """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other."""
+        """Whether both are equal by a cheap comparison, so that a plan for one serves and covers the other."""
         try:
             return self._alike(other) and bool(self.input == other.input)
         except Exception:  # arrays have no truth value, and the user's `__eq__` may raise anything
@@ -260,7 +260,7 @@ def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
 def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-    except (ValueError, TypeError):  # some callables have none
+    except (ValueError, TypeError):  # some callables have no signature
         return
     takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     if len(arguments) > takes and not any(each.kind == each.VAR_POSITIONAL for each in parameters):

@@ -1,4 +1,4 @@
-"""Describe the model to plan for: the module that is called, the part that is cut, and the processes that train it."""
+"""Describe the model to plan for: the module that is called, its part to cut into stages, the training processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 class TrainedModel:
-    """The module that is called (`whole`), and `core`, its part inside DDP and compile wrappers that is cut."""
+    """The module that is called (`whole`), and `core`, the module inside DDP and compile wrappers, cut into stages."""
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.whole = whole
@@ -105,11 +105,11 @@ class TrainedModel:
             raise UnsupportedModelError(text, kind="one_process_only", name=option.first)
 
     def device_of(self, spec: Any = None) -> torch.device:
-        """Return the device that a step on this input trains on, and whose memory the limit is about."""
+        """Return the device on which a step on this input trains, and whose memory is limited."""
         inputs = [leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
         found = accelerators({*ModelState.of(self.core).devices, *inputs})
         if len(found) > 1:
-            text = f"the model is spread over {', '.join(map(str, found))}; a plan is for one device"
+            text = f"a plan is for one device, and the model is spread over {', '.join(map(str, found))}"
             raise UnsupportedModelError(text, kind="several_devices")
         return found[0] if found else torch.device("cpu")
 

@@ -68,7 +68,7 @@ class KeptStorage:
             self.undecided = set()
 
     def counts_writes_to(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, a view, shares the version counter of the kept storage (Rule 5). Raises both by one."""
+        """Whether `tensor`, a view, shares the version counter of the kept storage (Rule 5)."""
         with torch_compat.unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
             return self._writes._version == tensor._version
@@ -115,7 +115,7 @@ class SavedView:
 #     when the next node saves something or the run ends, unless it was written to in between.
 #  5. Two views share memory only if writes to one count as writes to the other. An RNN cell writes to parts of a
 #     storage with separate version counters, and saves each part when it is written.
-#  6. A tensor saved unchanged is checked for in-place writes when it is read: with hooks, autograd does not check.
+#  6. Reading a tensor that was saved unchanged checks for in-place writes: with hooks, autograd does not check.
 #  7. No object here refers to the graph: an output saved with its history would keep its own node alive.
 #  8. Only nodes that read a restored tensor hold it, and share it meanwhile. It is not cached for later nodes.
 #  9. Autograd calls only the innermost hooks. Those of a stage stored in part pass their tensors to the form around.

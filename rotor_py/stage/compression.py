@@ -145,7 +145,7 @@ class _Tried:
 
     def __init__(self, form: Packed) -> None:
         self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes in the other form)
-        self.memory: list[torch.Tensor] = []  # held, so that no address is reused
+        self.memory: list[torch.Tensor] = []  # tensors held so that their addresses are not reused
         self._form = form
 
     def keep(self, memory: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ def _narrow(memory: torch.Tensor) -> Converted | None:
 
 
 def _mask(memory: torch.Tensor) -> _Bits | None:
-    # Other devices keep dropout masks as booleans, and reading values would synchronize.
+    # On other devices, dropout masks are booleans, and reading values would synchronize.
     if memory.device.type != "cpu" or memory.element_size() not in _BITS:
         return None
     bits = memory.view(_BITS[memory.element_size()])

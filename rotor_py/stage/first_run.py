@@ -13,7 +13,7 @@
 #  3. Compared state, of which there is no copy: versions of parameters, other buffers and the stage's input; addresses
 #     of parameters; the class of a module, and its `forward`. A difference raises `StageChangedError` before the stage
 #     runs, as autograd raises for changed saved tensors. Later plans store the stage.
-#  4. `parametrize.cached` keeps no value from one run of a stage to another: it would have the history of the first.
+#  4. `parametrize.cached` reuses no value of an earlier run of a stage, which would have that run's history.
 #  5. These writes are not detected: into an object that an attribute names, a global, a file, or, through `.data`, into
 #     part of a parameter. An optimizer's step shows in the first and last bytes of a parameter on the CPU.
 """
@@ -87,7 +87,7 @@ class World:
         """Restore everything but context variables, until `undo` runs."""
         if tuple([each.get() for each in _SETTINGS]) != self.settings:
             for each, before in zip(_SETTINGS, self.settings, strict=True):
-                if (now := each.get()) != before:  # older settings change newer ones
+                if (now := each.get()) != before:  # setting an old-style option may have set this one already
                     undo.append(partial(each.set, now))
                     each.set(before)
         swap = partial(_swap_modes, undo)
@@ -166,7 +166,7 @@ class Seen:
         self._name = name
         self._modules = modules_of(module)
         self._modes = [each.training for each in self._modules]
-        # of each module, its attributes now, and the tables that had entries
+        # of each module: its attributes, and copies of the tables that have entries
         self._tables: list[tuple[Table, dict[str, Table]]] = [
             (own, {key: dict(table) for key in _TABLES if (table := own.get(key))}) for own in map(vars, self._modules)
         ]
@@ -219,7 +219,7 @@ class Seen:
         name = next((name for name, each in named if each is tensor), "owned")
         if "owned" not in name:
             return name
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # of a captured stage
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # a captured stage has no names
         return f"a {kind} of shape {tuple(tensor.shape)}"
 
 

@@ -131,7 +131,7 @@ class Surroundings:
     buffers: tuple[tuple[Slot, torch.Tensor], ...]
     decisions: Decisions = ()
     drawn: Drawn = ()
-    changes: Callable[[], Sequence[Change]] = tuple  # returns the attributes that differ now, with their former values
+    changes: Callable[[], Sequence[Change]] = tuple  # returns attributes that have changed, with their former values
     world: World | None = None
     seen: Seen | None = None  # state of the stage's modules; None if the stage has not run, or is no module
     named: NamedState | None = None  # state outside of the stage that its code names
@@ -163,7 +163,7 @@ class Surroundings:
                     raise StageChangedError(self.name, f"{change.name} of a {type(change.module).__name__}", was, now)
                 change.find_as_before()
             if self.random is not None:
-                # Afterwards the stream continues as if there were no recomputation.
+                # After the recomputation, the random stream continues as if there had been none.
                 undo.append(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
             for stream, state in self.drawn:
@@ -284,7 +284,7 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...], nam
     return Surroundings(
         name,
         autocast_now(devices),
-        RandomState.now(devices),  # whether the run draws numbers is not known yet
+        RandomState.now(devices),  # in any case: it is not known yet whether the run draws numbers
         tuple((slots[i], copy) for i, copy in copies.items()),
         changes=Attributes(function).changes,
         world=World.now(),
@@ -444,7 +444,7 @@ def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether tensors are equal but for rounding."""
+    """Whether tensors are equal except for rounding."""
     return len(found) == len(expected) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, equal_nan=True) if a.is_floating_point() else equal(a, b)
         for a, b in zip(found, expected, strict=True)

@@ -20,7 +20,7 @@ from rotor_profiling.stage.stage_signature import HasKind
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # Maximum number of objects to search. A guess: a large model has some ten thousand. A lower number would miss state.
 _MOST = 100_000
-# Longer containers are not searched. A guess: hooks append less in a step, and longer ones are data.
+# Longer containers are not searched. A guess: hooks append less in a step, and longer containers hold data.
 _LONGEST = 10_000
 _FLAGS = (bool, int, float, str, type(None))
 _MISSING = object()
@@ -73,7 +73,7 @@ class Location:
 
 
 def named_objects(function: Callable[..., Any]) -> list[Any]:
-    """Return the objects that the code of `function`, its modules and their hooks name, each once."""
+    """Return each object that the code of `function`, its modules or their hooks name."""
     return [value for value, _ in _walk(function)]
 
 
@@ -145,7 +145,7 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's."""
+    """Whether a value is an instance of a class that the user's code defines."""
     other = isinstance(value, type | ModuleType | torch.Tensor | nn.Module) or is_library(type(value).__module__)
     return type(value) is SimpleNamespace or not other
 
@@ -188,8 +188,8 @@ def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, L
 
 @cache
 def is_library(name: str | None) -> bool:
-    """Whether a module is of Python, of an installed library, or of this project."""
-    if not isinstance(name, str):  # of a class or function that is not written in Python
+    """Whether a module belongs to Python, an installed library, or this project."""
+    if not isinstance(name, str):  # the class or function is not written in Python
         return True
     first, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
     known = first in sys.stdlib_module_names and first != "__main__"

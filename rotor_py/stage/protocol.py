@@ -18,8 +18,8 @@ from rotor_py.errors import InvalidValueError
 
 Run = Callable[[Any], Any]  # runs a stage: maps its input to its output
 
-# Runs several stages as one: called with the input of the first in a list, which it empties, and a function that names
-# a stage by its index, for errors. Returns the output of the last, without the values that the stages share.
+# Runs several stages as one. Arguments: the first stage's input in a list, which it empties, and a function that
+# returns a stage's name by index, for errors. Returns the last stage's output, without the values that stages share.
 RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
 
 Wrap = Callable[[nn.Module], nn.Module]  # returns the module to run instead of a piece of a stage
@@ -38,8 +38,8 @@ class StageOffers:
     # For every input tensor, whether it needs a gradient in training; None if only a run shows this.
     needs_gradient: Sequence[bool] | None = None
     saves_through_hooks = True  # whether saved-tensor hooks active during a run see the tensors that autograd saves
-    shared: int = 0  # number of values at the end of its input that all stages of the chain share
-    last: bool = True  # whether its output is the chain's, without the shared values
+    shared: int = 0  # number of values, at the end of its input, that all stages of the chain share
+    last: bool = True  # whether its output is that of the chain, without the shared values
 
     @property
     def parts(self) -> Sequence[StageOffers]:
@@ -203,7 +203,7 @@ def calling_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
     """Make the first call of `module` inside the context run its hooks, and `forward` instead of its own forward."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
-        vars(module).pop("forward", None)  # first, so `forward` finds the module unchanged
+        vars(module).pop("forward", None)  # before the call, so that `forward` finds the module unchanged
         return forward(*args, **kwargs)
 
     vars(module)["forward"] = once

@@ -28,7 +28,7 @@ class Stream(NamedTuple):
     set: Callable[[Any], object]
 
 
-Drawn = tuple[tuple[Stream, Hashable], ...]  # streams that were drawn from, with their former states
+Drawn = tuple[tuple[Stream, Hashable], ...]  # streams from which a forward has drawn, with their former states
 
 # Per stage, the streams that its first forward drew from.
 _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
@@ -136,7 +136,7 @@ _NO_DECISIONS = {
     _aten.ones_like,
     _aten.full_like,
     _aten.randint_like,
-    torch.ops.prim.device,  # asked of fake tensors
+    torch.ops.prim.device,  # called on fake tensors
 }
 
 # Whether the running operators are this project's, not the stage's.

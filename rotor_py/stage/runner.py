@@ -77,7 +77,7 @@ class AttachedStage:
 def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
     pending = [edge.node for edge in edges if edge is not None]
     seen = set()
-    # A loop, not recursion: a graph can be deeper than Python's stack.
+    # A loop instead of recursion, since a graph can be deeper than Python's stack.
     while pending:
         node = pending.pop()
         if node in seen:
@@ -92,7 +92,7 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
 def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
     """Return edges of the tensors in `value`, and nodes to hold: an edge does not hold a node written in Python."""
     tensors = tensors_in(value)
-    # The node of a view holds the node before it, and no tensor. `get_gradient_edge` does the same in newer torch.
+    # A view's node holds the tensor's node, and no tensor. `get_gradient_edge` of newer torch makes such views, too.
     with torch.enable_grad():
         owners = [tensor.view_as(tensor).grad_fn for tensor in tensors if tensor.requires_grad]
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors], owners

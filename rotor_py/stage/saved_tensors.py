@@ -33,7 +33,7 @@ class SavedAsItIs:
     __slots__ = ("_tensor", "_writes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # Rule 7: no history
+        self._tensor = tensor.detach()  # Rule 7: without history
         self._writes = tensor._version
 
     @property

@@ -221,7 +221,7 @@ class Late(nn.Linear):
 def test_a_buffer_that_changes_for_the_first_time_is_not_undone() -> None:
     network = planned(nn.Sequential(Late(), *dropping()))
     network.model[0].late = "counts"
-    with AtOperators(5).inside_stages(), raises_noted("buffer 'count' was changed for the first time"):
+    with AtOperators(5).inside_stages(), raises_noted("buffer 'count' has changed for the first time"):
         network(rows())
 
 
@@ -232,7 +232,7 @@ def test_an_error_outside_of_the_stages_is_told_of_and_one_in_the_users_loss_is_
         square(output)
     assert not getattr(caught.value, "__notes__", [])
     network.model[0].late = "fails"
-    with raises_noted("it came from outside of the planned stages"):
+    with raises_noted("the error came from outside of the planned stages"):
         network(rows())
     assert network.sequence is sequence
 

@@ -49,7 +49,7 @@ class Forwards:
     def __init__(self) -> None:
         self._flying: list[ref[ForwardInFlight]] = []
         self._remembered: dict[Hashable, tuple[object, Any]] = {}
-        self._warned = 0  # the most forwards at once that a warning has named
+        self._warned = 0  # the largest number of forwards in flight that a warning has named
         self._knows_split = False  # whether a backward has computed gradients of inputs only, not of parameters
 
     def in_flight(self) -> list[ForwardInFlight]:
@@ -66,7 +66,7 @@ class Forwards:
         flying = ForwardInFlight(plan, sequence, nodes=(returned if began is None else began, returned))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                # The hook belongs to the graph: if the output is dropped, the hook goes, and the forward with it.
+                # The graph holds the hook: if the output is dropped, the hook is freed, and `flying` with it.
                 tensor.register_hook(partial(self._begin_backward, flying, model))
         self._flying.append(ref(flying))
 
@@ -127,9 +127,9 @@ class Forwards:
         if peak <= limit:
             return
         _log.warning(
-            "%s has one backward for inputs and a later one for weights, until which %s of activations and up to %s of "
-            "gradients stay: the step may need %s, and the limit is %s. Give a smaller batch; in a pipeline, pass "
-            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage, and nothing is held.",
+            "%s has one backward for inputs and a later one for weights. In between, %s of activations and up to %s of "
+            "gradients stay: the step may need %s, and the limit is %s. Use a smaller batch; in a pipeline, pass "
+            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage, and none of them is held.",
             model.name,
             *map(exact_bytes, (held, between, peak, limit)),
             extra=record_fields("split_backwards", peak_bytes=peak, mem_limit=limit),

@@ -11,7 +11,7 @@
 #  2. Otherwise the region recomputes the model. No backward goes through that second run, so it keeps as little as
 #     possible (`NestedRecompute`).
 #  3. Selective checkpointing counts none of the model's operators, in either run.
-#  4. In a reentrant region, the first run has no gradients and no plan. The second is an ordinary forward.
+#  4. In a reentrant region, the first run has no gradients and no plan. The second run is an ordinary forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Hook = Callable[[Any], Any]
 innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
     c_autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
-"""The innermost hooks, also those that are off. Unknown before torch 2.8."""
+"""Return the innermost saved-tensor hooks (with True, also disabled ones); always None before torch 2.8."""
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def _replace(modes: list[Any], others: list[Any]) -> None:
 
 
 class NestedRecompute:
-    """The sequences of forwards that a region of the caller recomputes (Rule 2 of the Note)."""
+    """Gives sequences to forwards that a region of the caller recomputes (Rule 2 of the Note)."""
 
     def __init__(self) -> None:
         self._known: tuple[Budget, Sequence, int] | None = None

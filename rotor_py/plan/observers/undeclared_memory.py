@@ -26,11 +26,11 @@ _log = logging.getLogger("rotor_py")
 
 
 _waiting: WeakSet[StepPlans] = WeakSet()  # the plans of models without a declared optimizer
-# The one hook on all optimizers. Registered once a model waits: importing this library changes no optimizer.
+# The only hook on all optimizers, registered with the first planner: importing this library changes no optimizer.
 _hooks: list[Any] = []
 
 
-# By optimizer, the model's `planned` at its last step; None if it trains another model.
+# By model and optimizer: the model's `planned` at the optimizer's last step; None if it trains other models.
 _followed: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, int | None]] = WeakKeyDictionary()
 _watched: WeakKeyDictionary[TrainedModel, ref[WatchedSteps]] = WeakKeyDictionary()
 _told: WeakSet[TrainedModel] = WeakSet()

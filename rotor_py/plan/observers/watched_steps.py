@@ -32,8 +32,8 @@ from rotor_solver import InfeasibleError, simulate
 _log = logging.getLogger("rotor_py")
 
 _MOST_FORWARDS = 256
-"""Forwards of one step. A guess, far above a pipeline's microbatches: a step with more may never end, and is not
-watched."""
+"""Maximum number of forwards of a watched step. A guess, far above a pipeline's microbatches: a step with more may
+never end."""
 
 
 _LATER = (10, 100, 1000)
@@ -41,7 +41,7 @@ _LATER = (10, 100, 1000)
 
 
 class _Alive:
-    """Lives as long as a step may go on: the graphs of its outputs hold it, and then the backward passes."""
+    """A token that lives as long as its step may go on: the graphs of its outputs hold it, then the backward passes."""
 
     __slots__ = ("__weakref__",)
 
@@ -76,7 +76,7 @@ class WatchedStep:
         self._losses: list[str] = []  # the phases that follow a forward, until a gradient arrives
         self._backwards, self._done = 0, 0  # gradients that have arrived, and those whose pass is over
         self._in_first_pass = 0
-        self._outputs_held = False  # whether outputs beside a loss exist when its backward is over
+        self._outputs_held = False  # whether outputs other than the loss still exist when its backward is over
         self._retained: list[weakref.ref[_Owned]] = []
         self._differentiated: list[_Alive] = []
         self._waiting: RemovableHandle | None = None
@@ -111,7 +111,7 @@ class WatchedStep:
         owned, beside = _Owned(token), [each for each in outputs if each.dim() and not each.is_leaf]
         held = partial(_most_alive, _weakly(beside), storage_bytes(beside)) if len(beside) < len(outputs) else None
         for tensor in outputs:
-            # The hook belongs to the graph: if the output is dropped, the hook goes, and the token with it.
+            # The graph holds the hook: if the output is dropped, the hook is freed, and the token with it.
             tensor.register_hook(partial(self._gradient_arrived, owned, held))
 
     def drop_retained(self) -> None:
@@ -151,8 +151,8 @@ class WatchedStep:
             owned.token = None
         self._backwards += 1
         self.watch.mark(f"backward {self._backwards}")
-        # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of
-        # the Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
+        # The callback holds the token. The pass calls it while the engine works, when no watch can be stopped (Rule 3
+        # of the Note in `rotor_profiling/step.py`), and frees it when the engine returns to its caller.
         torch_compat.queue_callback(partial(self._pass_done, token, held))
 
     def _pass_done(self, token: _Alive, held: Callable[[], bool] | None) -> None:
@@ -172,7 +172,7 @@ class WatchedStep:
         plan, peak_bytes = self._plan, max(phase.peak for phase in phases.values())
         plan.watched = self._sequence
         if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
-            return  # another sequence was found meanwhile, or will be: extra forwards are detected separately
+            return  # the plan has a new sequence, or gets one for more forwards in flight
         if plan.overruns > _MOST_OVERRUNS and peak_bytes <= (1 + MARGIN) * plan.told_bytes:
             return  # an earlier warning has named a peak about as large
         if self._one_plan:
@@ -340,9 +340,9 @@ def account_for(
     least = (peak - limit) / _WORTH_SAYING
     if temp - planned.temp_bytes + kept - planned.kept_bytes > least:
         of_loss = (
-            f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, where "
-            f"{format_bytes(planned.temp_bytes)} were planned for: pass it as loss=, or loss_tmp_memory_usage={temp}, "
-            "so that it counts from the start."
+            f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, and the plan has "
+            f"{format_bytes(planned.temp_bytes)}: pass it as loss=, or loss_tmp_memory_usage={temp}, so that it "
+            "counts from the start."
         )
     if other > least:
         rest = f", or write mem_limit={limit - other}" if other < limit else ""
@@ -357,7 +357,7 @@ def account_for(
     elif remedy is None:
         try:
             takes = exact_bytes(plan.budget.peak_bytes(solve(plan, model)))
-            remedy = f"It was planned again with that, and takes {takes} from now on."
+            remedy = f"It was planned again with these bytes, and takes {takes} from now on."
         except InfeasibleError as error:
             remedy = f"Training goes on, beyond the limit: {error}"
     numbers = {"loss_bytes": temp if of_loss else 0, "other_bytes": other if of_others else 0}
