@@ -139,7 +139,7 @@ def workspace_bytes(device: Device) -> int:
 class Reservation:
     """Predicted peak of memory that the caching allocator reserves on `device`, where it can have `usable_bytes`.
 
-    `reserved_bytes` is by default, `expandable_bytes` with expandable segments. Above `usable_bytes`, steps fail.
+    `reserved_bytes` is the peak by default, `expandable_bytes` the peak with expandable segments.
     """
 
     device: str
@@ -147,7 +147,7 @@ class Reservation:
     step_bytes: int  # peak bytes of the step's tensors alone; a plan's promised peak is at least as large
     reserved_bytes: int
     expandable_bytes: int
-    # Whether the step fits only because the allocator returns free segments to the driver when memory runs out.
+    # whether the step fits only because the allocator returns free segments to the driver when memory runs out.
     gives_back: bool
 
     def at_least(self, size: int) -> Reservation:

@@ -187,8 +187,8 @@ class Passes:
 
 # Parameter gradients for the second pass of a split backward.
 #
-# In a zero-bubble pipeline, a first pass computes the gradients of a stage's input, and retains the graph. A second one
-# takes the same output gradients, node by node, and computes the parameter gradients. Only the first pass recomputes
+# In a zero-bubble pipeline, a first pass computes the gradients of a stage's input, and retains the graph. A second
+# pass gets the same output gradients, node by node, for the parameter gradients. Only the first pass recomputes
 # the stage, and computes both: a second recompute would take time, and a retained graph the memory that the plan saves.
 
 

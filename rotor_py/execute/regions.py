@@ -86,7 +86,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
-    # From last to first, as backwards come. A region's recompute stands right before the region's backwards.
+    # Go from the last item to the first, the order of their backwards. A region is recomputed right before its own.
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):

@@ -29,11 +29,11 @@
 # 11. In a zero-bubble pipeline, a first backward asks for gradients of inputs only, and a second one for gradients of
 #     parameters. The first computes both, and keeps the parameter gradients (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output, which is unused (see `stage.skipped_output`).
-# 13. An `OOMRetryTape` recomputes after an out-of-memory error. No stage of it follows rule 1; it has its own Note.
+# 13. An `OOMRetryTape` recomputes after an out-of-memory error. It makes every stage a node (see its own Note).
 # 14. Wait for a gradient with a pending collective (tensor parallelism) before stages are recomputed: tensors in a
 #     collective stay in memory until the wait. `StageRunner` waits for outputs at the end of a stage.
-# 15. Saved tensors of stages of rule 1 may be offloaded and fetched. The tape waits for copies out and begins copies
-#     back right before the operations that the plan names, also where the engine runs these (`Moving`).
+# 15. Saved tensors of stages of rule 1 may be offloaded and fetched. The tape waits for copies out, and begins copies
+#     back, right before the operations that the plan names, even if the engine runs these operations (`Moving`).
 # 16. Consecutive stages of rule 1 run as one function, if they can and nothing is offloaded in between. This function
 #     takes its input in a list, which it empties: other arguments would live until it returns.
 """

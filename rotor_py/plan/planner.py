@@ -25,7 +25,7 @@
 #  6. An optimizer is detected. Its state counts in every budget. If a sequence has no room for it, the planner solves
 #     again; if nothing fits, training goes on. Several processes, each with its optimizer, solve at the next forward.
 #  7. A step shows undeclared memory (`observers`). If gradients unexpectedly exist when a forward begins, the planner
-#     measures and solves with them before it runs (events 1 and 2). Memory of the loss, or of anything else outside the
+#     measures and solves with them first (events 1 and 2). Memory of the loss, or of anything else outside the
 #     model, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and
 #     logs this; if no plan fits, or with several processes, training goes on. If an optimizer steps without a planned
 #     forward since its last step, one warning says so.
@@ -257,7 +257,7 @@ class Planner:
                 plan.file.refuse_other_steps(model.stepping())
             self.plans.begin_anew()  # the optimizer now has other parameters than those that the plans know
         self.plans.make_ready(spec, value, in_flight=second or bool(flying))
-        # With forwards in flight, or in a backward (of a reentrant region), existing gradients may be of this step.
+        # With forwards in flight, or in a backward (of a reentrant region), existing gradients may belong to this step.
         if spec.model.has_gradients and not (second or flying or in_backward()):
             self._gradients.notice(value)
         by_plan = self._run_second if second else self._run_planned

@@ -98,19 +98,19 @@ class Exclusion:
 
 EXCLUSIONS = (
     Exclusion("step_in_backward", "another optimizer", "one optimizer steps; leave optimizer out"),
-    Exclusion("step_in_backward", "forwards_in_flight > 1", "others still need the parameters that the first steps"),
-    Exclusion("step_in_backward", "on_oom='replan'", "it runs a backward again that has stepped parameters"),
-    Exclusion("step_in_backward", SEVERAL_PROCESSES, "gradients are whole only when all processes have sent theirs"),
-    Exclusion("on_oom='replan'", "level or every_n_layers", "{given} leaves no choice of a plan that needs less"),
+    Exclusion("step_in_backward", "forwards_in_flight > 1", "the first backward steps parameters that others need"),
+    Exclusion("step_in_backward", "on_oom='replan'", "it repeats a backward that has stepped parameters"),
+    Exclusion("step_in_backward", SEVERAL_PROCESSES, "gradients are complete only after communication between processes"),
+    Exclusion("on_oom='replan'", "level or every_n_layers", "{given} fixes the plan, so none needs less"),
     Exclusion("on_oom='replan'", "preserve_rng_state=False", "recomputed stages need the same random numbers"),
-    Exclusion("on_oom='replan'", SEVERAL_PROCESSES, "the others would wait while this one runs stages again"),
-    Exclusion("keep", "level or every_n_layers", "{given} leaves no choice of what is kept in low precision"),
-    Exclusion("offload", "level or every_n_layers", "{given} leaves nothing to choose"),
-    Exclusion("offload", "forwards_in_flight > 1", "several forwards share the way"),
-    Exclusion("offload", "on_oom='replan'", "recomputed stages have moved what they saved"),
-    Exclusion("offload", "compile", "Inductor decides what a stage saves"),
-    Exclusion("offload", SHARDED, "its stages run in regions, which save their inputs alone"),
-    Exclusion("plan", "level or every_n_layers", "both say what is recomputed; give one of them"),
+    Exclusion("on_oom='replan'", SEVERAL_PROCESSES, "other processes would wait while this one recomputes stages"),
+    Exclusion("keep", "level or every_n_layers", "{given} fixes how tensors are stored"),
+    Exclusion("offload", "level or every_n_layers", "{given} plans no offloads"),
+    Exclusion("offload", "forwards_in_flight > 1", "several forwards would share the link"),
+    Exclusion("offload", "on_oom='replan'", "stages to recompute have offloaded their tensors"),
+    Exclusion("offload", "compile", "Inductor decides which tensors a stage saves"),
+    Exclusion("offload", SHARDED, "its stages run in regions, which save only inputs"),
+    Exclusion("plan", "level or every_n_layers", "both choose the recomputed stages; give one"),
 )
 """Settings that exclude each other, with reasons. docs/training.md shows the table."""
 

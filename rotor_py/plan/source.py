@@ -201,7 +201,7 @@ class LayerSource(SequenceExecutor):
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether `value` is a batch with no more samples. Never covers other sizes, whose memory is unknown."""
+        """Whether `value` is a batch with no more samples. Never true for other sizes, whose memory is unknown."""
         return covers(planned, value)
 
     def measure(
@@ -227,7 +227,7 @@ class LayerSource(SequenceExecutor):
         return True
 
     def adopt(self, plan: Plan) -> Cut:
-        """Cut as in a plan from a file. Raises PlanMismatchError if it was made for another model."""
+        """Cut as in a plan from a file. Raises PlanMismatchError if the plan was made for another model."""
         return plan.cut(layers(self._model))
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:

@@ -152,7 +152,7 @@ class StepPlan:
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
 
     def restore_effects(self) -> None:
-        # Plans share layers, and another kind of step may have found other effects.
+        # Plans share layers, and measuring another kind of step may have found other effects of a graph.
         for function, effects in zip(self.functions, self._effects, strict=True):
             remember_effects(function, effects)
 

@@ -197,7 +197,7 @@ class StepPlans:
         self._raise_if_refused(spec)
         plan = self.in_use
         known = None if plan is None else plan.spec
-        # Count plans for larger inputs only. Plans for other states of the model may be many, without growing inputs.
+        # Count only plans for larger inputs: other states of the model may need many plans without growing inputs.
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             _log.warning(
                 f"call measure() once with the largest input to come: {_MOST_PLANS} plans have been made, each for an "
@@ -261,7 +261,7 @@ class StepPlans:
             plan.budget, plan.sequence = grown, None
 
     def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
-        """Let these plans wait, except plans for layers that the model no longer has: they would hold their memory."""
+        """Let these plans wait, except plans for removed layers: such plans would hold the layers' memory."""
         same = present.modules, present.parameters
         specs = [(each, each.spec.model) for each in waiting if each.spec is not None]
         kept = [each for each, model in specs if (model.modules, model.parameters) == same]

@@ -119,7 +119,7 @@ class SavedView:
 #  7. No object here refers to the graph: an output saved with its history would keep its own node alive.
 #  8. Only nodes that read a restored tensor hold it, and share it meanwhile. It is not cached for later nodes.
 #  9. Autograd calls only the innermost hooks. Those of a stage stored in part pass their tensors to the form around.
-# 10. Autograd attaches the history to the restored tensor. So `create_graph=True` works, as precisely as the form.
+# 10. Autograd attaches the history to the restored tensor. So create_graph=True works, with the form's precision.
 # 11. ReLU needs only the sign of its result, leaky ReLU that of its input; a form may keep only the sign if no other
 #     node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own result,
 #     else when a later tensor computed from it is saved or the run ends. Until then the tensor stays unchanged, and a

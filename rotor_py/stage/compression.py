@@ -70,7 +70,7 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
 # Inexact forms decline saved tensors smaller than the input by this factor: per-row statistics, such as a mean or a
 # logsumexp, from which whole rows are computed. The smallest attention heads have 32 numbers in a row.
 _STATISTICS = 16
-# Minimum share of the saved bytes that a form must spare to be worth measuring; larger in a stage stored in part.
+# A form is worth measuring if it spares at least this share of the bytes that autograd saves.
 _LEAST_SHARE = 0.02
 
 

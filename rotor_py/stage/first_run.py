@@ -127,7 +127,7 @@ def _swap_modes(
     push: Callable[[Any], object],
     own: str | tuple[str, ...],
 ) -> None:
-    """Set the modes of the first run until `undo` runs. Leave modes alone whose classes' modules begin with `own`."""
+    """Set the modes of the first run until `undo` runs, except modes of classes whose module begins with `own`."""
     now = present()
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return

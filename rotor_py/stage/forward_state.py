@@ -104,7 +104,7 @@ class WrittenStatistics(TorchDispatchMode):
 
 
 # State of a stage's forward for an exact recomputation: RNG state, autocast, buffers, attributes and decisions
-# (`replayed_routing`). Copies of buffers cost memory: the first forward copies all, and remembers which changed.
+# (`replayed_routing`). To save memory, only the first forward copies all buffers; later ones copy those that changed.
 
 # In training, the output of these layers does not depend on their running statistics. So statistics are not copied:
 # recomputations update scratch tensors instead. Turning tracking off would change the number of saved tensors, which

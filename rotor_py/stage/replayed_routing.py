@@ -62,7 +62,7 @@ def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
 
 
 def draws(function: Callable[..., Any]) -> bool:
-    """Whether the stage's first forward drew from these streams, so that the next may differ."""
+    """Whether the stage's first forward drew from streams outside PyTorch's RNG, so that the next may differ."""
     return isinstance(function, nn.Module) and bool(_drawing.get(function))
 
 

@@ -67,7 +67,7 @@ class AttachedStage:
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
                 raise InvalidStateError(
-                    f"stage {self.name!r} must be the torch.nn.Module that owns its parameters: it uses one of "
+                    f"stage {self.name!r} must be the torch.nn.Module that owns its parameters: it uses a parameter of "
                     f"shape {tuple(leaf.shape)} that it does not own, whose gradient would be lost",
                     kind="foreign_parameter",
                     name=self.name,
@@ -167,7 +167,7 @@ class StageRunner:
         return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
-        """Return the `offered` modes worth measuring on `value`, with the `keepers` worth it; may run the stage."""
+        """Return the `offered` modes worth measuring on `value`, only with these `keepers`; may run the stage."""
         paying = [each for each in self._suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 

@@ -74,7 +74,7 @@ class Forwards:
         model.note_planned()
         if current_task() not in forward.passes:
             forward.passes += (current_task(),)
-            # A new phase of training shows in the numbers of nodes of model and loss, in the pass, or in its modes.
+            # A new phase of training has another form: numbers of nodes in model and loss, of passes, or their modes.
             (began, returned), now = forward.nodes, torch_compat.get_sequence_nr()
             made = returned - began, now - returned
             if torch.is_grad_enabled():  # create_graph: later plans must not recompute the stages of its graph

@@ -200,7 +200,7 @@ class WatchedStep:
 
 
 _MOST_OVERRUNS = 1
-"""Overruns after which the planner solves again. One more only logs a warning, as do later ones with a larger peak."""
+"""Overruns after which the planner solves again. One more overrun only logs a warning, as do later, larger ones."""
 
 
 class WatchedSteps:
