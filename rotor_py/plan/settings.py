@@ -100,7 +100,7 @@ EXCLUSIONS = (
     Exclusion("step_in_backward", "another optimizer", "one optimizer steps; leave optimizer out"),
     Exclusion("step_in_backward", "forwards_in_flight > 1", "the first backward steps parameters that others need"),
     Exclusion("step_in_backward", "on_oom='replan'", "it repeats a backward that has stepped parameters"),
-    Exclusion("step_in_backward", SEVERAL_PROCESSES, "gradients are complete only after communication between processes"),
+    Exclusion("step_in_backward", SEVERAL_PROCESSES, "gradients are complete only after all processes communicate"),
     Exclusion("on_oom='replan'", "level or every_n_layers", "{given} fixes the plan, so none needs less"),
     Exclusion("on_oom='replan'", "preserve_rng_state=False", "recomputed stages need the same random numbers"),
     Exclusion("on_oom='replan'", SEVERAL_PROCESSES, "other processes would wait while this one recomputes stages"),

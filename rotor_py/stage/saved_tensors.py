@@ -43,8 +43,8 @@ class SavedAsItIs:
     def tensor(self) -> torch.Tensor:
         if self._tensor._version != self._writes:
             raise InvalidStateError(
-                f"write to the tensor of shape {tuple(self._tensor.shape)} after the backward, not before: an in-place "
-                "operation has modified it since the forward, and the backward needs it",
+                f"write to the tensor of shape {tuple(self._tensor.shape)} after the backward, which reads it: it was "
+                "modified by an in-place operation since the forward",
                 kind="saved_tensor_changed",
             )
         return self._tensor
