@@ -9,21 +9,20 @@ from typing import Any
 
 from rotor_solver.described_error import InvalidValueError, check_type, is_number, listed
 
-LARGEST_SIZE = 2**50  # Bytes. Larger sizes are refused, so that sums of sizes are exact everywhere.
-_LONGEST_TIME = 1e100  # Seconds. Longer times are refused, so that no sum of times is infinite.
+LARGEST_SIZE = 2**50  # Bytes. `Chain` refuses larger sizes, so that sums of sizes are exact, even as floats.
+_LONGEST_TIME = 1e100  # Seconds. `Chain` refuses longer times, so that no sum of times is infinite.
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a stage forward with a graph, and then backward. Seconds and bytes.
+    """Costs of one storage mode of a stage: a forward with an autograd graph, and its backward. Seconds and bytes.
 
     `saved` is the memory that the backward needs, including the stage's output but not its input. The `_temp` sizes are
-    scratch memory beyond inputs and outputs. `replay_temp` replaces `backward_temp` if the forward ran after the loss;
-    it defaults to `backward_temp`.
+    scratch memory beyond inputs and outputs. `replay_temp` replaces `backward_temp` if the forward ran after the loss,
+    as a recomputation; it defaults to `backward_temp`.
 
-    The backward needs `moved` bytes more, which can be offloaded between the forward and the backward
-    (`rotor_solver.offload`). They are in memory when the forward ends and when the backward begins, and stay in between
-    unless a plan moves them.
+    The backward needs `moved` bytes more, which a plan may offload (`rotor_solver.offload`). They are in memory when
+    the forward ends and when the backward begins, and in between unless the plan offloads them.
     """
 
     forward_time: float
@@ -48,17 +47,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: `activation` is the size of its output, `options` are the ways to run it with a graph.
+    """One stage: `activation` is the size of its output, `options` are its storage modes with an autograd graph.
 
-    `nograd_time` and `nograd_temp` are for forwards without a graph; they default to those of the first option's
-    forward. `gradient` is the memory that the stage's backward leaves for good: the gradients of its parameters. It is
-    negative if the backward frees memory that the backward of a later stage left.
+    `nograd_time` and `nograd_temp` are costs of a forward without a graph; they default to those of the first option's
+    forward. `gradient` is the memory that the stage's backward adds until the end of the step: its parameters'
+    gradients. It is negative if the backward frees memory that the backward of a later stage added.
 
     Once the stage has run with a graph, its backward needs neither `input_released` bytes of its input nor
     `output_released` bytes of its output. They are freed unless another stage needs them.
 
     `skipped_output_time` is the part of a forward with a graph that only computes the output's values. A forward right
-    before the stage's own backward skips it. It is at most the time of any forward of the stage.
+    before the stage's own backward skips that part. It must not exceed the time of any forward of the stage.
     """
 
     activation: int
@@ -83,7 +82,7 @@ class Stage:
 
     @property
     def fastest_option(self) -> int:
-        """Index of the option with the fastest forward and backward; ties go to the one that keeps least."""
+        """Index of the option with the least forward plus backward time; ties go to the one that keeps fewest bytes."""
         options = self.options
         return min(
             range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].kept)
@@ -91,7 +90,7 @@ class Stage:
 
 
 def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
-    """Return the stage with sizes as ints and times as floats. Raises ValueError, naming `where`, unless possible."""
+    """Return the stage with sizes as ints and times as floats. Raises ValueError, naming `where`, for invalid costs."""
     given = listed(stage.options, f"options of {where}")
     if not given:
         raise InvalidValueError(f"{where} must have at least one option", kind="no_options", name=where)
@@ -128,7 +127,7 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
         backward_time=checked_seconds(option.backward_time, f"backward_time of {where}"),
         saved=checked_size(option.saved, f"saved of {where}"),
         forward_temp=checked_size(option.forward_temp, f"forward_temp of {where}"),
-        # Below zero if the output's gradient and all saved tensors are never in memory at once.
+        # Negative if the output's gradient and all saved tensors are never in memory at once.
         backward_temp=checked_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
         moved=checked_size(option.moved, f"moved of {where}"),
         replay_temp=None if replay is None else checked_size(replay, f"replay_temp of {where}", least=-incoming),
@@ -153,7 +152,7 @@ def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE
 
 
 def check_chain(chain: Any) -> None:
-    """Raise InvalidTypeError unless `chain` is a chain."""
+    """Raise InvalidTypeError unless `chain` is a `Chain`."""
     check_type(chain, Chain, "chain", "build one by Chain.from_arrays(…)")
 
 
@@ -162,11 +161,11 @@ class Chain:
     """Stages 0 … L-1 in the order in which they run, and the loss, which counts as stage L.
 
     `input_bytes` is the size of the chain's input. `loss_time` covers the loss's forward and backward. `output_held`
-    says that the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes (integral
+    is true if the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes (integral
     floats and NumPy scalars are converted).
 
     Raises ValueError, naming the field and the stage, for an impossible size or time, for a stage without options, and
-    for gradients that free more than later stages left.
+    for a negative `gradient` that frees more than the backwards of later stages added.
     """
 
     stages: tuple[Stage, ...]
@@ -189,11 +188,11 @@ class Chain:
             check_type(stage, Stage, f"stage {index}", "pass Stage(activation, (Option(…), …))")
             incoming = stages[-1].activation if stages else self.input_bytes
             stages.append(checked_stage(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
-        left = 0  # by the backwards so far
+        left = 0  # Bytes that the backwards so far have added
         for index in range(len(stages) - 1, -1, -1):
             left += stages[index].gradient
             if left < 0:
-                message = f"gradient of stage {index} frees {-left} bytes more than the backwards of later stages left"
+                message = f"gradient of stage {index} frees {-left} bytes more than backwards of later stages added"
                 raise InvalidValueError(message, kind="gradient_frees_too_much", stage=index)
         set_field(self, "stages", tuple(stages))
 
@@ -317,7 +316,7 @@ class Chain:
 
     @property
     def gradient(self) -> tuple[int, ...]:
-        """Bytes that every stage's backward leaves in memory for good."""
+        """Bytes that every stage's backward adds until the end of the step."""
         return tuple(stage.gradient for stage in self.stages)
 
     @property
@@ -327,13 +326,13 @@ class Chain:
 
     @property
     def released(self) -> tuple[tuple[int, int], ...]:
-        """For every stage, the bytes of its input that are freed once it has run with a graph: (alone, inside ā_i).
+        """For every stage, the bytes of its input that a run with a graph frees: (a_i by itself, a_i inside ā_i).
 
-        If the input lies in the ā_i of the stage before, only bytes that neither stage needs are freed.
+        If the previous stage saved a_i as a part of its ā_i, only bytes that neither stage needs are freed.
         """
         found = [(0, 0)] if self.stages else []  # a_0 belongs to the caller
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
-            # Which bytes each of the two can spare is unknown; this is the least possible overlap.
+            # It is unknown which bytes each of the two stages does not need: assume the least possible overlap.
             inside = max(0, stage.input_released + before.output_released - before.activation)
             found.append((stage.input_released, inside))
         return tuple(found)

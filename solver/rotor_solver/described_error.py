@@ -1,4 +1,4 @@
-"""Errors that carry their facts as fields, so that programs need not parse messages; checks of limits and slots."""
+"""Errors that carry their facts as fields, so that programs need not parse messages; checks of arguments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InvalidTypeError(DescribedError, TypeError):
 
 
 class InvalidStateError(DescribedError, RuntimeError):
-    """A call at a time or in a state in which it cannot work."""
+    """A call that the present state does not allow."""
 
 
 _P = ParamSpec("_P")
@@ -60,7 +60,7 @@ _R = TypeVar("_R")
 
 
 def within_memory(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function of the solver: InvalidStateError, with a remedy, in place of MemoryError."""
+    """Decorate a solver function to raise InvalidStateError, with a remedy, in place of MemoryError."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -68,8 +68,8 @@ def within_memory(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except MemoryError as error:
             raise InvalidStateError(
-                f"the tables of {function.__name__} do not fit into the memory of this machine; use fewer slots, or a "
-                "chain with neighbouring stages joined",
+                f"use fewer slots, or join neighbouring stages of the chain: the tables of {function.__name__} do not "
+                "fit into the memory of this machine",
                 kind="tables_too_large",
                 name=function.__name__,
             ) from error
@@ -100,7 +100,7 @@ def check_count(value: Any, name: str) -> None:
 
 
 def is_number(value: Any, kind: type = Real) -> bool:
-    """Return whether `value` is a real number, NumPy scalars included; bool is never meant as one."""
+    """Return whether `value` is a real number, NumPy scalars included. A bool is not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -111,7 +111,7 @@ def check_type(value: Any, wanted: type, name: str, remedy: str) -> None:
 
 
 def listed(values: Any, name: str) -> list[Any]:
-    """Return the items of `values`. Raises InvalidTypeError unless it can be iterated over, and is no text."""
+    """Return the items of `values`. Raises InvalidTypeError unless it is an iterable other than text."""
     try:
         found = None if isinstance(values, str | bytes) else list(values)
     except TypeError:
@@ -132,9 +132,9 @@ def _wrong_type(value: Any, wanted: str, name: str, remedy: str) -> InvalidTypeE
 class InfeasibleError(DescribedError, ValueError, RuntimeError):
     """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit that works.
 
-    If a step is refused before it is measured, `min_bytes` is a lower bound of its need. Also a RuntimeError, like
-    torch's out-of-memory error, so that code that retries with smaller batches catches it. `stage` is the stage whose
-    own backward needs the most memory, or None if no single stage is at fault.
+    If a step is refused before it is measured, `min_bytes` is only a lower bound of that limit. Also a RuntimeError,
+    like torch's out-of-memory error, so that code that retries with smaller batches catches it. `stage` is the stage
+    whose own backward needs the most memory, or None if no single stage is at fault.
     """
 
     kind = "limit_too_small"
@@ -148,7 +148,7 @@ class InfeasibleError(DescribedError, ValueError, RuntimeError):
 
 
 def check_fits(what: str, needed: int, mem_limit: int) -> None:
-    """Raise InfeasibleError if `needed` bytes are more than `mem_limit`; `what` begins the sentence."""
+    """Raise InfeasibleError if `needed` bytes exceed `mem_limit`. `what` begins the message: "the chain needs"."""
     if needed > mem_limit:
         raise InfeasibleError(
             f"{what} at least {needed} bytes; the limit is {mem_limit}", min_bytes=needed, mem_limit=mem_limit

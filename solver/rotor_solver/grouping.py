@@ -1,4 +1,4 @@
-"""Groups of neighbouring stages as single stages: first plans of chains, and all plans of very long ones."""
+"""Merge neighbouring stages into groups: for first plans of any chain, and for all plans of very long chains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GROUPS = 400  # Groups of a longer chain. Not measured; more cost seconds, fewe
 def joined(chain: Chain) -> list[range] | None:
     """Return groups of stages of a chain that is too long to be planned stage by stage; None for other chains.
 
-    Groups are nearly equal, and begin where the least is to be kept.
+    Groups are nearly equally long, and begin at small activations.
     """
     length = len(chain)
     if length <= _LONGEST:
@@ -37,11 +37,11 @@ def joined(chain: Chain) -> list[range] | None:
 def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
     """Return a lower bound in seconds of persistent sequences within `mem_limit` bytes; storing all takes `stored`.
 
-    A stage that is not in memory when the loss runs is recomputed at least once. Which stages are stored is a knapsack:
-    they are stored in the order of seconds gained by byte, the last one in part, so that no choice gains more.
+    A stage that is not in memory when the loss runs is recomputed at least once. Which stages to store is a knapsack
+    problem: taken in the order of seconds saved per byte, the last one in part, they save at least as much as any set.
     """
     seconds, room = stored, float(mem_limit - chain.input_bytes - chain.activation[-1] - chain.loss_temp)
-    items: list[tuple[float, float]] = []  # seconds gained, and bytes
+    items: list[tuple[float, float]] = []  # Seconds saved if stored, and bytes
     for stage, released in zip(chain.stages, chain.released, strict=True):
         again = stage.seconds_without_graph - stage.skipped_output_time
         fastest = min(option.forward_time + option.backward_time for option in stage.options)
@@ -59,12 +59,12 @@ def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
     for gain, size in sorted(items, key=lambda item: item[1] / item[0]):
         seconds -= gain * (min(1.0, max(0.0, room) / size) if size else 1.0)
         room -= size
-    return max(stored, seconds * (1 - 1e-9))  # sums in another order differ in their last digits
+    return max(stored, seconds * (1 - 1e-9))  # a margin, as sums in another order differ in their last digits
 
 
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
-    """Merge every group of stages into one that costs at least as much memory and time, each by its fastest option."""
-    # Nothing is released early in the coarse chain: that only makes its stages cost more.
+    """Merge every group into one stage that costs at least as much memory and time as the group's fastest options."""
+    # The coarse chain releases no inputs early, which only makes its stages cost more.
     activation = chain.activation
     held = activation[-1] if chain.output_held else 0
     stages = [
@@ -93,7 +93,7 @@ def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]
 
 
 def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
-    """A group as one stage. `held` are the bytes of the output that the caller keeps after the last backward."""
+    """Return a group as one stage. `held` is the size of its output if that is the chain's and the caller keeps it."""
     options = [stage.options[stage.fastest_option] for stage in stages]
     inputs = [incoming, *(stage.activation for stage in stages)]
     outgoing = inputs[-1]

@@ -1,8 +1,8 @@
-"""Compile the solver's kernels, and choose between compiled kernels and plain Python, which compute the same bits.
+"""Compile the solver's kernels, and choose between compiled kernels and plain Python, with bit-identical results.
 
-Compiling takes many seconds, once on a machine; plain Python plans twenty stages in less. Work runs plainly until its
-total reaches the time that the kernels would take, so at most twice the time is spent (the rent-or-buy problem). The
-decision uses estimated seconds, not clocks, so that runs repeat.
+Compiling takes many seconds, once on a machine; plain Python plans twenty stages in less. Work runs in plain Python
+until its total reaches the time of compiling, so at most twice the time is spent (the rent-or-buy problem). The
+decision uses estimated seconds, not clocks, so that every run decides alike.
 
 Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache is keyed on a kernel's own
 file: a kernel calls only kernels, and uses only constants, of its own file. Every kernel is called with the same types
@@ -24,7 +24,7 @@ from rotor_solver.watching import watcher
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Whether the file that is being imported stays plain Python.
+# Whether the kernel file being imported stays plain Python.
 _plain: ContextVar[bool] = ContextVar("rotor_solver.plain", default=False)
 
 
@@ -65,7 +65,7 @@ _COMPILING = 4.0
 
 class _Pace:
     spent = 0.0  # Seconds of plain work
-    compiled: ClassVar[set[str]] = set()  # Files whose kernels are used from now on
+    compiled: ClassVar[set[str]] = set()  # Files whose compiled kernels are used from now on
 
 
 def kernels_for(name: str, seconds: float, *arrays: Any) -> tuple[Any, list[Any]]:
@@ -96,7 +96,7 @@ def compiling_pays(name: str, seconds: float) -> bool:
 
 
 def on_disk(module: ModuleType) -> bool:
-    """Whether Numba's cache has a kernel of this file, newer than the file. Numba itself checks more closely."""
+    """Return whether Numba's disk cache has a kernel of this file that is newer than the file."""
     for kernel in vars(module).values():
         if hasattr(kernel, "py_func"):  # one of Numba's dispatchers
             code, folder = kernel.py_func.__code__, Path(kernel.stats.cache_path)

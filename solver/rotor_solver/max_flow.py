@@ -21,7 +21,7 @@ class Network:
         self._edges: list[list[int]] = [[], []]  # By the node where they begin
 
     def add_edge(self, begin: Hashable, end: Hashable, capacity: int | None = None) -> None:
-        """Add an edge; without a `capacity`, no cut goes through it."""
+        """Add an edge. Without a `capacity`, it is unbounded, so no minimum cut goes through it."""
         if capacity is None:
             self._unbounded.append(len(self._to))
         for point, other, left in ((begin, end, capacity or 0), (end, begin, 0)):
@@ -30,8 +30,8 @@ class Network:
             self._left.append(left)
 
     def behind_least_cut(self) -> set[Hashable]:
-        """The nodes on the sink's side of the minimum cut; of equal cuts, the one nearest to the sink."""
-        endless = 1 + sum(self._left)  # more than all other edges together
+        """Return the nodes on the sink's side of a minimum cut: of equal cuts, the one nearest to the sink."""
+        endless = 1 + sum(self._left)  # more than the capacity of all bounded edges together
         for edge in self._unbounded:
             self._left[edge] = endless
         while (distance := self._distances())[0] >= 0:
@@ -48,7 +48,7 @@ class Network:
         """For each node, the number of residual edges on a shortest path to the sink; -1 if there is no path."""
         found = [-1] * len(self._edges)
         found[1], reached = 0, [1]
-        for point in reached:  # grows meanwhile
+        for point in reached:  # grows inside the loop
             for edge in self._edges[point]:
                 begin = self._to[edge]
                 if found[begin] < 0 and self._left[edge ^ 1]:
@@ -57,7 +57,7 @@ class Network:
         return found
 
     def _fill(self, distance: list[int]) -> None:
-        pending = [list(edges) for edges in self._edges]  # edges that may lie on such a path
+        pending = [list(edges) for edges in self._edges]  # by node, edges that may lie on a shortest path
         path: list[int] = []
         point = 0
         while True:

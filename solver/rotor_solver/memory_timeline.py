@@ -1,6 +1,6 @@
 """Memory after every operation, by owner, and the memory that a plan keeps for the backward at the loss.
 
-Both are read off the simulator's machine as it runs.
+Both come from stepping through the simulator's `Machine`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rotor_solver.simulate import Machine, simulate
 class Moment:
     """One operation: its begin and duration in seconds, and the bytes in memory after it.
 
-    `inputs[i]` are the bytes of an a_i that stands alone, `attached[i]` those of the ā_i that stage i - 1 keeps for its
-    backward. `output` is the chain's output once only the caller holds it. `gradients` are δ and the gradients of
-    parameters so far. These parts add up to `after`. `during` is the peak while the operation runs.
+    `inputs[i]` are the bytes of an a_i stored by itself; `attached[i]` are the bytes of the ā_i that stage i - 1 keeps
+    for its backward. `output` is the size of the chain's output once only the caller holds it. `gradients` is the size
+    of δ and the parameter gradients so far. These parts add up to `after`. `during` is the operation's peak.
     """
 
     operation: Operation
     begin: float
     seconds: float
-    again: bool  # Whether it recomputes a stage
+    again: bool  # Whether the operation recomputes a stage
     during: int
     after: int
     inputs: Mapping[int, int]
@@ -45,13 +45,13 @@ class Moment:
 
 
 def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
-    """Return the operations of `sequence` in order. Raises ValueError, like `simulate`, if `sequence` is not valid.
+    """Return a `Moment` for every operation of `sequence`, in order. Raises ValueError if `sequence` is not valid.
 
-    Bytes that move are in memory until an operation waits for their copy out, and again from the operation before which
-    they are fetched. Copies take no time here (see `transfers.timed_moments`).
+    Offloaded bytes leave memory when an operation waits for their copy out, and return with the first operation after
+    their fetch. Copies take no time here (see `transfers.timed_moments`).
     """
     check_sequence(sequence)
-    simulate(chain, sequence)  # for its errors, which name the operation
+    simulate(chain, sequence)  # raises errors that name the operation
     machine = Machine(chain, sequence)
     ran: set[int] = set()
     left = 0
@@ -95,7 +95,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
 class StageMemory:
     """One stage's output and the memory that its backward needs, when the loss runs.
 
-    `kept_bytes` are in memory. `not_kept_bytes` are not, but would be in plain training.
+    `kept_bytes` are in memory with the plan. `not_kept_bytes` would also be in memory in plain training.
     """
 
     name: str
@@ -107,8 +107,8 @@ class StageMemory:
 class PlanMemory:
     """The memory when the loss runs, before the first backward, and the savings of a plan.
 
-    `input_bytes` are the chain's input. `beside_bytes` are carried past the chain (an encoder's output, a skip
-    connection). Both are in memory with every plan, so the sums leave them out.
+    `input_bytes` is the size of the chain's input, `beside_bytes` the size of tensors that bypass the chain (an
+    encoder's output, a skip connection). Both are in memory with every plan, so the sums leave them out.
     """
 
     stages: tuple[StageMemory, ...]
@@ -125,7 +125,7 @@ class PlanMemory:
 
     @property
     def share_saved(self) -> float:
-        """The share of all bytes that is not kept: in [0, 1]."""
+        """Share of plain training's bytes that the plan does not keep, in [0, 1]."""
         whole = self.kept_bytes + self.not_kept_bytes
         return self.not_kept_bytes / whole if whole else 0.0
 
@@ -134,14 +134,14 @@ def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> Plan
     """Compare the memory of `sequence` with storing everything. Raises ValueError if `sequence` is not valid."""
     kept, plain = _kept(chain, sequence), _kept(chain, store_all(chain))
     stages = tuple(
-        StageMemory(stage.name, here, max(0, there - here))
-        for stage, here, there in zip(chain, kept, plain, strict=True)
+        StageMemory(stage.name, planned, max(0, stored - planned))
+        for stage, planned, stored in zip(chain, kept, plain, strict=True)
     )
     return PlanMemory(stages, chain.input_bytes, beside_bytes)
 
 
 def _kept(chain: Chain, sequence: Sequence) -> list[int]:
-    """For every stage, the bytes of its output and its ā when the loss begins."""
+    """Return for every stage the bytes of its output and its ā when the loss begins."""
     found, loss = moments(chain, sequence), sequence.index(Loss())
-    before = found[loss - 1]  # without stages, the loss itself
+    before = found[loss - 1]  # the last operation before the loss; the loss itself if there are no stages
     return [before.inputs.get(i + 1, 0) + before.attached.get(i + 1, 0) for i in range(len(chain))]

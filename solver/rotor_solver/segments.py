@@ -62,7 +62,7 @@ def store_all(chain: Chain) -> Sequence:
 
 @within_memory
 def recompute_all(chain: Chain) -> Sequence:
-    """Return a memory-persistent sequence with the least peak; of chains as long as in `min_bytes`, one of groups."""
+    """Return a memory-persistent sequence with the least peak. Plans chains over 2,500 stages in groups of stages."""
     check_chain(chain)
     if (groups := joined(chain)) is not None:
         return Sequence(fine_sequence(chain, groups, recompute_all(coarse_chain(chain, groups))), "recompute-all")
@@ -79,7 +79,7 @@ def least_sequence(costs: Costs, least: Ints) -> Sequence:
 def min_bytes(chain: Chain) -> int:
     """Return the least limit in bytes with a memory-persistent sequence, a_0 counted.
 
-    It is exact for up to 2,500 stages. Longer chains are planned in 400 groups; theirs is the least that works.
+    Exact for up to 2,500 stages. Longer chains are planned in 400 groups of stages, which may need a higher limit.
     """
     check_chain(chain)
     if (groups := joined(chain)) is not None:
@@ -105,7 +105,7 @@ class RecomputeAll:
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return `recompute_all(chain)`. Raises InfeasibleError if even that does not fit."""
-        return _within(chain, mem_limit, recompute_all(chain), "even computing as much as possible again")
+        return _within(chain, mem_limit, recompute_all(chain), "even recomputing as much as possible")
 
 
 def _within(chain: Chain, mem_limit: int, sequence: Sequence, what: str) -> Sequence:

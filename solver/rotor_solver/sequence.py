@@ -1,7 +1,7 @@
 """Operations of a training step, sequences of them, and the offloading moves of a sequence.
 
-Notation of Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A sequence is written
-`Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
+The notation follows Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A sequence
+is written `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ Operation = ForwardEnable | ForwardCheck | ForwardNograd | Loss | Backward
 class Moves:
     """Waits and copies that precede each operation of a sequence. # Note [Moves]
 
-    1. A stage moves if it is in `fetch`. Its forward before the loss then has an option with `moved` bytes, and the
-       copy out begins as soon as that forward ends. A stage that is not in `fetch` keeps these bytes in memory, and so
-       does every forward after the loss, whatever its option.
+    1. A stage moves (is offloaded) if it is in `fetch`. Its forward before the loss must use an option with `moved`
+       bytes, and the copy out begins as soon as that forward ends. A stage that is not in `fetch` keeps these bytes in
+       memory, and so does every forward after the loss, whatever its option.
     2. Copies of one direction run one after another, in the order in which they begin. The two directions do not wait
        for each other.
     3. `wait_out[position]` are the stages whose copy out must be over before the operation begins. Every stage that
-       moves is listed once, at the first operation after the loss at the latest: nothing goes out later.
+       moves is listed once, at the first operation after the loss at the latest, when all copies out must be over.
     4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after its
-       waits; always after the loss. The bytes count from here on, even if other copies come first.
+       waits; always after the loss. The bytes count from here on, even while earlier copies delay their own copy.
     5. The backward of a stage waits for its copy back.
 
-    So the peak depends only on the waits; the speed of the link only changes the time.
+    So the peak depends only on the positions of waits and fetches; the speed of the link only changes the time.
     """
 
     wait_out: tuple[tuple[int, ...], ...]
@@ -91,12 +91,12 @@ class Moves:
 
     @classmethod
     def none(cls, operations: int) -> Moves:
-        """Return the moves of a sequence of `operations` operations that moves nothing."""
+        """Return the moves of a sequence of `operations` operations without offloading."""
         return cls(((),) * operations, ((),) * operations)
 
     @property
     def stages(self) -> frozenset[int]:
-        """The stages that move."""
+        """The stages that move (Rule 1)."""
         return frozenset(stage for stages in self.fetch for stage in stages)
 
 
@@ -105,13 +105,12 @@ _TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+
 
 @dataclass(frozen=True, slots=True)
 class Sequence(collections.abc.Sequence[Operation]):
-    """An immutable list of operations; sequences are equal if their operations are.
+    """An immutable list of operations. Two are equal if their operations, `beside` and `moves` are.
 
-    `algorithm` names the algorithm that found it. `lower_bound`, in seconds, is certified: no memory-persistent
-    sequence within the same limit is faster. None if unknown. Raises ValueError if an item is no operation.
-
-    `beside` are the sequences of further forwards in flight, in their order; empty if all follow this one. The bound is
-    then an equal share of the bound for all. `moves` lists the offloading copies; None without any.
+    `algorithm` names the algorithm that found the sequence. `lower_bound`, in seconds, is certified: no
+    memory-persistent sequence within the same limit is faster. None if unknown. `moves` lists the offloading copies;
+    None without any. `beside` holds the sequences of further forwards in flight, in order; empty if all use this one.
+    With several forwards, `lower_bound` is an equal share of their bound. Raises ValueError if an item is no operation.
     """
 
     operations: tuple[Operation, ...]
@@ -138,19 +137,19 @@ class Sequence(collections.abc.Sequence[Operation]):
         for position, operation in enumerate(() if isinstance(operations, Sequence) else self.operations):
             numbers = (getattr(operation, "stage", 0), getattr(operation, "option", 0))
             if not isinstance(operation, Operation) or not all(is_number(each, Integral) for each in numbers):
-                message = f"item {position} is no operation: {operation!r}"
+                message = f"item {position} must be an operation, got {operation!r}"
                 raise InvalidValueError(message, kind="not_an_operation", position=position)
 
     @classmethod
     def parse(cls, text: str) -> Sequence:
-        """Parse the output of `str`, with or without brackets. Raises ValueError naming the token it cannot read."""
+        """Parse the output of `str`, with or without brackets. Raises ValueError naming the first invalid token."""
         check_type(text, str, "text", "pass the output of str(sequence)")
         inside = text.strip().removeprefix("[").removesuffix("]").strip()
         tokens = [token.strip() for token in inside.split(",")] if inside else []
         return cls(_operation(position, token) for position, token in enumerate(tokens))
 
     def of_forwards(self, forwards: int) -> tuple[Sequence, ...]:
-        """Return the sequences of `forwards` forwards in flight, in order; the last repeats if there are too few."""
+        """Return one sequence for each of `forwards` forwards in flight; further ones repeat the last known."""
         check_count(forwards, "forwards")
         known = (self, *self.beside)[:forwards]
         return (*known, *(known[-1:] * (forwards - len(known))))
@@ -173,7 +172,7 @@ class Sequence(collections.abc.Sequence[Operation]):
 
 
 def check_sequence(sequence: Any, name: str = "sequence") -> None:
-    """Raise InvalidTypeError unless `sequence` is a sequence."""
+    """Raise InvalidTypeError unless `sequence` is a `Sequence`."""
     check_type(sequence, Sequence, name, "build one by Sequence(operations)")
 
 

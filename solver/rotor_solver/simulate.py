@@ -1,6 +1,6 @@
 """Exact simulator: the memory of a sequence, in bytes, during and after every operation.
 
-It shares no code with the solvers, and has the last word on their results.
+It shares no code with the solvers, and verifies the sequences that they find.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, Forward
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Makespan in seconds; peak, and memory during and after every operation, in bytes. a_0 is counted."""
+    """Makespan in seconds; peak, and memory during and after every operation, in bytes, chain input a_0 included."""
 
     makespan: float
     peak: int
@@ -28,7 +28,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     """Run `sequence` on `chain`.
 
     Raises ValueError, naming the operation, if an operation uses something that is not in memory, or if the sequence
-    ends without δ_0.
+    does not compute the gradient of the input, δ_0.
     """
     machine = Machine(chain, sequence)
     during, after = [], []
@@ -42,7 +42,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 
 def skipped_outputs(sequence: Sequence) -> frozenset[int]:
-    """Return the positions of forwards with unread output: those right before the backward of the same stage."""
+    """Return the positions of forwards whose output no operation reads: right before the stage's own backward."""
     operations = listed(sequence, "sequence")
     return frozenset(
         position
@@ -56,24 +56,25 @@ class _Attached:
     option: Option
     replayed: bool
     freed: int = 0  # Bytes of the a_i inside this ā_i that were freed before its backward
-    away: bool = False  # Whether the option's `moved` bytes are out of memory
+    away: bool = False  # Whether the option's `moved` bytes are offloaded
 
 
 class Machine:
-    """The contents of memory while `sequence` runs, and their size `held` in bytes; `lost` once the loss has run."""
+    """Contents of memory while `sequence` runs, and their size `held` in bytes. `loss_done`: the loss has run."""
 
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
         check_chain(chain)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
         self.chain, self.sequence, self.activation = chain, sequence, chain.activation
-        self.released = chain.released  # once: the property lists all stages
+        self.released = chain.released  # read once: the property goes through all stages
         self.skipped = skipped_outputs(sequence)
-        self.held, self.seconds, self.lost, self.position = 0, 0.0, False, 0
-        self.plain: dict[int, int] = {}  # Bytes of every a_i that stands alone
+        self.held, self.seconds, self.loss_done, self.position = 0, 0.0, False, 0
+        self.plain: dict[int, int] = {}  # Bytes of every a_i that is stored by itself, not inside an ā_i
         self.attached: dict[int, _Attached] = {}
         self.deltas: set[int] = set()
-        self.output = "none"  # Holder of the caller's a_L: "none" before it exists, "plain", "attached", or "caller"
-        # By stage, the position of its last forward: after it, only its backward reads its input.
+        # Holds the first a_L: "none" before it is computed, "plain" (a_L), "attached" (ā_L), at last "caller".
+        self.output = "none"
+        # By stage, the position of its last forward. From then on, only the stage's backward reads its input.
         self.last_forward = {
             each.stage: position
             for position, each in enumerate(sequence)
@@ -92,7 +93,7 @@ class Machine:
             return self._loss()
         stage = operation.stage
         if not 0 <= stage < len(self.chain):
-            self._refuse(f"is for a stage beyond the chain's {len(self.chain)}", "no_such_stage", stage=stage)
+            self._refuse(f"must be for one of the chain's {len(self.chain)} stages", "no_such_stage", stage=stage)
         match operation:
             case ForwardEnable():
                 most = self._enable(stage, operation.option)
@@ -118,12 +119,12 @@ class Machine:
     def _enable(self, stage: int, option: int) -> int:
         self._need_input(stage)
         if stage + 1 in self.attached:
-            self._refuse(f"would make ā_{stage + 1}, which is in memory already", "saved_twice", stage=stage)
+            self._refuse(f"saves ā_{stage + 1}, which is in memory already", "saved_twice", stage=stage)
         options = self.chain.stages[stage].options
         if not 0 <= option < len(options):
-            self._refuse(f"uses option {option} of {len(options)}", "no_such_option", stage=stage, option=option)
+            self._refuse(f"must use an option below {len(options)}", "no_such_option", stage=stage, option=option)
         most = self.held + options[option].kept + options[option].forward_temp
-        self.attached[stage + 1] = _Attached(options[option], self.lost)
+        self.attached[stage + 1] = _Attached(options[option], self.loss_done)
         self.held += options[option].kept
         self._note_output(stage + 1, "attached")
         self.seconds += options[option].forward_time
@@ -143,11 +144,11 @@ class Machine:
     def _loss(self) -> int:
         last = len(self.chain)
         self._need_input(last)
-        if self.lost:
+        if self.loss_done:
             self._refuse("is a second loss", "second_loss")
         most = self.held + self.activation[last] + self.chain.loss_temp
-        self.lost = True
-        self._add_delta(last)  # before a_L is dropped: the loss makes one from the other
+        self.loss_done = True
+        self._add_delta(last)  # before a_L is dropped, since the loss computes δ_L from a_L
         self._drop_plain(last)
         self.seconds += self.chain.loss_time
         return most
@@ -158,7 +159,7 @@ class Machine:
         if stage + 1 not in self.attached:
             self._refuse(f"needs ā_{stage + 1}, which is not in memory", "nothing_saved", stage=stage)
         if self.attached[stage + 1].away:
-            self._refuse(f"needs the part of ā_{stage + 1} that was moved out", "not_moved_back", stage=stage)
+            self._refuse(f"needs the part of ā_{stage + 1} that is offloaded", "not_moved_back", stage=stage)
         self._need_input(stage)
         before = self.held
         kept = self.attached.pop(stage + 1)
@@ -172,7 +173,7 @@ class Machine:
         self.held += self.chain.stages[stage].gradient
         self.seconds += kept.option.backward_time
         temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
-        # Scratch was measured on top of a whole ā, so the part of ā freed already does not lower the peak.
+        # `temp` was measured with all of ā in memory, so the part of ā that was freed does not lower the peak.
         return max(before + kept.freed + self.activation[stage] + temp, self.held)
 
     def move_out(self, stage: int) -> None:
@@ -208,7 +209,7 @@ class Machine:
         self.held += self.activation[index]
 
     def _note_output(self, index: int, where: str) -> None:
-        """Record the holder of the first a_L, which the caller takes. A recomputed a_L is other memory."""
+        """Record what holds the first a_L, which the caller receives. A recomputed a_L is separate memory."""
         if index == len(self.chain) and self.output == "none":
             self.output = where
 

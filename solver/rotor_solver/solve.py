@@ -1,4 +1,4 @@
-"""Solve a chain by any algorithm."""
+"""Find a sequence for a chain by any algorithm, selected by name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Algorithm(Protocol):
 
     @property
     def name(self) -> str:
-        """The name by which `solve` and reports know it."""
+        """Name of the algorithm in `Sequence.algorithm` and reports."""
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return a sequence whose simulated peak is at most `mem_limit` bytes, a_0 counted.
 
-        Raises InfeasibleError if the algorithm has none.
+        Raises InfeasibleError if the algorithm has no such sequence.
         """
 
 
@@ -41,7 +41,7 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "store-all": lambda slots: StoreAll(),
     "recompute-all": lambda slots: RecomputeAll(),
 }
-"""All algorithms by name; each takes a number of slots."""
+"""All algorithms by name, as functions of the number of slots into which memory is divided."""
 
 
 @within_memory
@@ -51,17 +51,17 @@ def solve(
     """Find a sequence for `chain` within `mem_limit` bytes, a_0 counted.
 
     `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. Algorithms that divide memory
-    into slots use at least `slots`; `work` is that of `Persistent`. Raises InfeasibleError if nothing fits; its
+    into slots use at least `slots`; `work` is passed to `Persistent`. Raises InfeasibleError if nothing fits; its
     `min_bytes` is the least limit at which the algorithm works. Raises ValueError if the limit is not a number of
-    bytes, if the algorithm is unknown or cannot take the chain, or if `slots` < 1 or `work` < 0; InvalidTypeError if
-    the chain or the algorithm is something else.
+    bytes, if the algorithm is unknown or cannot take the chain, or if `slots` < 1 or `work` < 0. Raises
+    InvalidTypeError if `chain` is not a `Chain`, or `algorithm` neither a name nor an `Algorithm`.
     """
     check_chain(chain)
     limit = bytes_of_limit(mem_limit)
     check_count(slots, "slots")
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
-            message = f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}"
+            message = f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}"
             raise InvalidValueError(message, kind="unknown_value", name="algorithm")
         algorithm = ALGORITHMS[algorithm](slots)
         if isinstance(algorithm, Persistent):

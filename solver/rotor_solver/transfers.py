@@ -20,7 +20,7 @@ from rotor_solver.simulate import Machine, simulate
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes a second in each direction, while both are busy. The two directions do not wait for each other.
+    """Bandwidth to and from host memory in bytes per second, while both directions are busy with copies.
 
     Raises ValueError if a rate is not finite and above zero.
     """
@@ -45,13 +45,13 @@ class Link:
 
 
 def check_link(link: Any) -> None:
-    """Raise InvalidTypeError unless `link` is a link."""
+    """Raise InvalidTypeError unless `link` is a `Link`."""
     check_type(link, Link, "link", "pass Link(out_bytes_per_second, in_bytes_per_second)")
 
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """`moved` bytes of a stage, from position `forward` of a sequence, which makes them, to `backward`."""
+    """`moved` bytes of a stage that may be offloaded between the positions `forward` and `backward` of a sequence."""
 
     stage: int
     moved: int
@@ -60,7 +60,7 @@ class Trip:
 
 
 def trips_of(chain: Chain, sequence: Sequence) -> tuple[Trip, ...]:
-    """Return all trips of a valid sequence, in the order of the forwards. A forward after the loss moves nothing."""
+    """Return all trips of a valid sequence, in the order of the forwards; only forwards before the loss have trips."""
     before = sequence.operations[: sequence.index(Loss())]
     backward = {each.stage: place for place, each in enumerate(sequence) if isinstance(each, Backward)}
     found = []
@@ -109,15 +109,15 @@ def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -
     check_sequence(sequence)
     check_type(moves, Moves, "moves", "take those of plan_moves")
     check_link(link)
-    simulate(chain, sequence)  # for its errors, which name the operation
+    simulate(chain, sequence)  # raises errors that name the operation
     trips = _checked_trips(chain, sequence, moves)
     machine, copies = Machine(chain, sequence), CopyQueues(trips, moves, link)
-    leaving = deque(trip.stage for trip in trips)
+    outgoing = deque(trip.stage for trip in trips)
     begin, during = [], []
     for position in range(len(sequence)):
         begin.append(copies.begin(position))
-        while leaving and copies.out_end.get(leaving[0], math.inf) <= copies.now:
-            machine.move_out(leaving.popleft())
+        while outgoing and copies.out_end.get(outgoing[0], math.inf) <= copies.now:
+            machine.move_out(outgoing.popleft())
         for stage in moves.fetch[position]:
             machine.move_in(stage)
         before = machine.seconds
@@ -183,29 +183,29 @@ def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> list[Trip]
     for position, stages in enumerate(moves.wait_out):
         for stage in stages:
             if stage not in possible or stage in waited or not possible[stage].forward < position <= loss + 1:
-                text = "wait for a copy out once, after its forward and before the second operation after the loss"
+                text = "moves must wait for a copy out once, between forward and second operation after the loss"
                 raise _wrong_move(text, "wrong_wait", stage, position)
             waited.add(stage)
     fetched: set[int] = set()
     for position, stages in enumerate(moves.fetch):
         for stage in stages:
             if stage not in waited or stage in fetched or not loss < position <= possible[stage].backward:
-                text = "begin a copy back once, after the loss and the wait for its copy out, and before its backward"
+                text = "moves must fetch a stage once, after the loss and its copy out, and before its backward"
                 raise _wrong_move(text, "wrong_fetch", stage, position)
             fetched.add(stage)
     if missing := waited - fetched:
-        message = f"stages {sorted(missing)} are copied out, and never back"
+        message = f"moves must fetch every stage that is copied out; stages {sorted(missing)} are not fetched"
         raise InvalidValueError(message, kind="not_fetched", stage=min(missing))
     return [trip for trip in possible.values() if trip.stage in fetched]
 
 
 def _wrong_move(text: str, kind: str, stage: int, position: int) -> InvalidValueError:
-    message = f"{text}; that of stage {stage} is before operation {position}"
+    message = f"{text}; got stage {stage} before operation {position}"
     return InvalidValueError(message, kind=kind, stage=stage, position=position)
 
 
 def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Moment, ...]:
-    """`moments` with copies over `link`. Raises ValueError, like `simulate_moves`, for invalid input."""
+    """Return `moments`, delayed by copies over `link`. Raises ValueError, like `simulate_moves`, for invalid input."""
     found = moments(chain, sequence)
     if link is None or sequence.moves is None:
         return found
@@ -214,7 +214,7 @@ def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[
 
 
 def transfers(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Transfer, ...]:
-    """Return all copies of a step over `link`; none where nothing moves. Raises ValueError like `simulate_moves`."""
+    """Return all copies of a step over `link`. Raises ValueError, like `simulate_moves`, for invalid input."""
     check_sequence(sequence)
     if link is None or sequence.moves is None:
         return ()

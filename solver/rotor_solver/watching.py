@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Progress = Callable[[int, int, str], None]
-"""Called with the amount done, the total, and the current subject."""
+"""Called with the amount done, the total amount, and a description of the work."""
 
 _watching: ContextVar[Progress | None] = ContextVar("rotor_solver.watching", default=None)
 
@@ -16,7 +16,7 @@ _watching: ContextVar[Progress | None] = ContextVar("rotor_solver.watching", def
 def watched(progress: Progress) -> Iterator[None]:
     """Call `progress(done, total, what)` now and then during solves in this block and thread.
 
-    A table counts pairs of slots, as far as they are known beforehand; a frontier counts limits.
+    `done` and `total` count estimated pairs of slots while a table is filled, and limits for a frontier.
     """
     token = _watching.set(progress)
     try:

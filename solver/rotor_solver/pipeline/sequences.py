@@ -6,7 +6,7 @@ intervals:
 
     [i, L]         with the loss. Memory kept before a_i's own stages run is kept to the loss, so `kept`, the remaining
                    bytes of K, also determines the rest of M: kept + M - K. Each choice takes from both.
-    [i, l], l < L  after the loss. Nothing is kept any more: they may use all of M that is free, as usual.
+    [i, l], l < L  after the loss. No bytes are kept for it any more, so the interval may use all free bytes of M.
 
 `least_in_flight` has the exact least limit, from the Pareto front of (bytes kept from forward to backward, bytes that
 the microbatch in progress needs) for every [i, L].
@@ -32,7 +32,7 @@ from rotor_solver.simulate import Machine, simulate
 
 
 def bytes_in_flight(kept: int, peak: int, count: int) -> int:
-    """The peak of `count` microbatches in flight: one takes up to `peak` bytes, the others each hold `kept`."""
+    """Return the peak of `count` microbatches in flight: one takes up to `peak` bytes, the others each hold `kept`."""
     return (count - 1) * kept + peak
 
 
@@ -40,8 +40,8 @@ def bytes_in_flight(kept: int, peak: int, count: int) -> int:
 class Microbatch:
     """Bytes and seconds of one microbatch through a chain, the chain's input counted.
 
-    `kept_bytes` are in memory when the loss begins, so between forward and backward: the input and the output as well.
-    The peaks are in the forward and in the backward, which begins with the loss.
+    `kept_bytes` are in memory when the loss begins, input and output included: a waiting microbatch holds them from its
+    forward to its backward, which begins with the loss.
     """
 
     kept_bytes: int
@@ -53,7 +53,7 @@ class Microbatch:
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
-        simulate(chain, sequence)  # for its errors, which name the operation
+        simulate(chain, sequence)  # raises errors that name the operation
         machine = Machine(chain, sequence)
         kept, stored = chain.input_bytes, 0.0
         peaks, seconds = {False: kept, True: 0}, {False: 0.0, True: 0.0}  # by whether the loss has begun
@@ -62,8 +62,8 @@ class Microbatch:
                 kept = machine.held
             before = machine.seconds
             most = machine.run(position)
-            peaks[machine.lost] = max(peaks[machine.lost], most)
-            seconds[machine.lost] += machine.seconds - before
+            peaks[machine.loss_done] = max(peaks[machine.loss_done], most)
+            seconds[machine.loss_done] += machine.seconds - before
             if isinstance(operation, Backward | Loss):
                 stored += machine.seconds - before
         return cls(kept, peaks[False], peaks[True], seconds[False], seconds[True], stored)
@@ -78,7 +78,7 @@ class Microbatch:
 
 
 def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
-    """Return the least limit with a memory-persistent sequence of (count - 1) · kept + peak bytes, and the sequence."""
+    """Return the least limit in bytes that fits `count` microbatches in flight, and a sequence that attains it."""
     costs = costs_of(chain)
     least = least_memory(costs)
     start, length = chain.input_bytes, len(chain)
@@ -88,7 +88,7 @@ def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
         return bytes_in_flight(start + kept, start + need, count)
 
     label = best = min(_labels(costs, least), key=total)
-    choices, stage = {}, 0  # for the intervals with the loss, by their first stage
+    choices, stage = {}, 0  # Choices for the intervals that contain the loss, by their first stage
     while label[3]:
         choices[stage] = label[2]
         stage = stage + 1 if label[2] >= 0 else -label[2]
@@ -100,8 +100,8 @@ def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
     return total(best), Sequence(operations_of(length, choose), "recompute-all")
 
 
-# Bytes kept, bytes needed, the choice for the interval, and the label of the following interval with the loss. A tuple,
-# not a class: there are thousands of them for every part.
+# Bytes kept, bytes needed, the choice for the interval, and the label of the next interval that contains the loss. A
+# tuple, not a class: there are thousands of labels for every part.
 _Label = tuple[int, int, int, Any]
 
 
@@ -148,7 +148,7 @@ _PAIRS = 3e8
 
 
 def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> float:
-    """A lower bound of the seconds within `mem_limit` bytes, quick with few slots; infinite if nothing fits."""
+    """Return a lower bound in seconds within `mem_limit` bytes, quick with few slots; infinite if nothing fits."""
     stored = store_all(chain)
     if fits(chain, stored, mem_limit, count):
         return stored.lower_bound or 0.0
@@ -160,10 +160,10 @@ def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> flo
 
 
 def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> Sequence:
-    """Return the fastest sequence found with (count - 1) · kept + peak ≤ `mem_limit` bytes, a_0 counted.
+    """Return the fastest sequence found that fits `count` microbatches in flight in `mem_limit` bytes, a_0 counted.
 
     Kept memory is divided into about `slots`. `lower_bound` holds for all memory-persistent sequences. Raises
-    InfeasibleError if there is none, with the exact least limit.
+    InfeasibleError if none fits, with the exact least limit.
     """
     stored = store_all(chain)
     if fits(chain, stored, mem_limit, count):
@@ -175,7 +175,7 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
     costs = costs_of(chain)
     unit, exact = _unit(costs, mem_limit, count, slots)
     table = _Table(costs, mem_limit, count, unit, up=True)
-    # With too few slots, there may be none where there is a sequence.
+    # With few slots, the table may miss the sequences that fit.
     sequence = table.sequence() or fallback
     assert fits(chain, sequence, mem_limit, count)
     made = simulate(chain, sequence).makespan
@@ -184,12 +184,12 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
 
 
 def _bound(costs: Costs, mem_limit: int, count: int, unit: int) -> float:
-    # Freed memory may round up to more than there is, and the table then bounds nothing.
+    # Freed bytes (negative `taken`) may round up beyond the table's last slot. The table is then no bound: return 0.
     return _Table(costs, mem_limit, count, unit, up=False).extra if costs.taken.min(initial=0) >= 0 else 0.0
 
 
 def _unit(costs: Costs, mem_limit: int, count: int, slots: int) -> tuple[int, bool]:
-    """Bytes in a slot, and whether all that operations leave in memory is a whole number of slots."""
+    """Return the bytes in a slot, and whether all sizes that operations leave in memory are whole slots."""
     length = len(costs.activation) - 1
     width = min(slots * count, _NUMBERS / (2 * length**2), _PAIRS / (length**3 / 3))
     divisor = int(np.gcd(np.gcd.reduce(costs.activation), np.gcd.reduce(costs.taken, axis=None)))
@@ -203,7 +203,7 @@ def fits(chain: Chain, sequence: Sequence, mem_limit: int, count: int) -> bool:
 
 
 class _Table:
-    """The numbers of `in_flight_kernels`; `extra` is in seconds beyond storing everything, infinite if nothing fits."""
+    """Table of `in_flight_kernels`. `extra`: least seconds beyond storing everything, infinite if nothing fits."""
 
     def __init__(self, costs: Costs, mem_limit: int, count: int, unit: int, *, up: bool) -> None:
         from rotor_solver.pipeline import in_flight_kernels as kernels
@@ -218,7 +218,7 @@ class _Table:
         self.again = np.full((2, length, length, self.limit + 1), np.inf)
         self._arguments = (self.again, costs, self.taken, self.activation, unit, self.offset)
         kernels.fill(self._arguments)
-        # Slots that stages may free beyond those they save, by the option that frees most.
+        # Slots that stages may free beyond the slots they save, each by the option that frees most.
         self._below = sum(int(max(0, -self.taken[:, low:high].min())) for low, high in pairwise(costs.first.tolist()))
         extra, kept = kernels.best_kept(self._arguments, count, self._below)
         self.extra, self._kept = float(extra), int(kept)
@@ -257,5 +257,5 @@ def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
 
 
 def has_room(chain: Chain, kept: int, room: int) -> bool:
-    # The loss holds the gradient of the output in any case.
+    # The chain's loss already counts the gradient of the output, so that is subtracted from `room`.
     return kept >= 0 and min_bytes(with_room_at_loss(chain, room - chain.activation[-1])) <= kept + room
