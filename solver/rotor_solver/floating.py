@@ -1,9 +1,9 @@
-"""The best sequence with floating checkpoints: those that may be dropped before the backward of their stage.
+"""Find the best sequence with floating checkpoints, which may be dropped before the backward of their stage.
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
-≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to run in M bytes, a_s counted, and a_s is
-of no use after that. It begins with Fe_s, Fn_s, or CF_s and a checkpoint at a_j. The bound is certified for all such
-sequences. Less the time of storing everything, and with the names of `Costs`,
+≤ t ≤ l: with a_s and δ_{l+1} in memory, run the backwards of stages l … t in M bytes, a_s counted; afterwards a_s is
+not needed. The first operation is Fe_s, Fn_s, or CF_s with a checkpoint at a_j. The bound is certified for all such
+sequences. Opt is the least time beyond storing everything; the other names are those of `Costs`:
 
     Opt(L, L, L, M) = 0                                             if M ≥ |a_L| + loss_need
     Opt(s, t, l, M) = the least of
@@ -13,9 +13,9 @@ sequences. Less the time of storing everything, and with the names of `Costs`,
       run_{s+1} - run_s + Opt(s+1, j, l, M - |a_s|) + Opt(s, t, j-1, M)     for t < j ≤ l
         both                                                        if M ≥ base_l + |a_s| + check_need_{s,s+1}
 
-Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: m does not count it, and 0 stands for |a_s| above. Slot m stands
-for m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound; sequences are read
-off with memory in bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
+Opt'(s, l, m) is Opt(s, s, l, m) for an a_s inside ā_s, which m does not count: |a_s| is 0 there. Slot m stands for
+m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound; sequences are built
+with memory in exact bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from rotor_solver.segments import store_all
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
 
-# Bytes. A chain with a larger first table is refused. Not measured; too low refuses solvable chains.
+# Most bytes of the first table. Not measured; too low refuses solvable chains.
 _LARGEST_TABLE = 2**31
-# Slots are refined until makespan / bound - 1 is this small. Not measured; too high loses up to so much time.
+# Slots are refined until makespan / bound - 1 is this small. Not measured; higher values accept slower sequences.
 _CLOSE = 0.004
-# No refinement if the next table would visit more pairs of slots. Not measured; too high costs solve time.
+# Slots are not refined if the next table would visit more pairs of slots. Not measured; too high costs solve time.
 _FINER_CHOICES = 1e9
-_FINER_TABLE = 2**29  # No refinement if the next table would have more bytes. Not measured; too high costs memory.
-# Ways to read between slots (`_Problem._read`) when reading off a sequence. Not measured; each costs one descent.
+_FINER_TABLE = 2**29  # Slots are not refined if the next table would have more bytes. Not measured; too high: memory.
+# Each `blend` (weight between slots, see `_Problem._read`) gives one sequence. Not measured; each costs one descent.
 _BLENDS = (0.5, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """The program of this module, with memory divided into `slots` initially.
+    """Dynamic program over sequences with floating checkpoints. Memory is divided into `slots` at first.
 
     Raises ValueError if `slots` < 1.
     """
@@ -63,9 +63,9 @@ class Floating:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the best sequence found within `mem_limit` bytes, a_0 counted; never slower than `Persistent`.
 
-        Its lower bound holds for the module's class of sequences. Raises InfeasibleError if there is none, with the
-        least limit, which may be below the least of memory-persistent sequences. Raises ValueError if the chain is so
-        long that its first table is too large.
+        Its lower bound holds for all sequences with floating checkpoints. Raises InfeasibleError if none fits, with the
+        least limit, which may be below that of memory-persistent sequences. Raises ValueError if the chain is so long
+        that its first table is too large.
         """
         stored, length, mem_limit = store_all(chain), len(chain), whole_bytes(mem_limit)
         if simulate(chain, stored).peak <= mem_limit:
@@ -90,7 +90,7 @@ class Floating:
             if number and (makespan <= bound * (1 + _CLOSE) or not cheap):
                 break
             problem.fill(unit)
-            # Sums in another order differ in their last digits; the certificate must hold for all orders.
+            # Floating-point sums in another order differ in their last digits; the bound must hold for all orders.
             certain = 1 - (4 * length**2 + 8) * float(np.finfo(np.float64).eps)
             bound = max(bound, (stored_seconds + float(problem.table[problem.root, -1])) * certain)
             cut = float(problem.costs.run[-1]) + stored_seconds
@@ -106,12 +106,12 @@ class Floating:
 
 
 _Task = tuple[int, int, int, int]  # A pending problem: s, its column of `start`, l, and its bytes
-# A way to begin a problem: seconds, the operation, and the following tasks, the first of them last.
-_Way = tuple[float, Operation, list[_Task | Operation]]
+# One first operation of a problem: estimated seconds, the operation, and the tasks after it, in reverse order.
+_Start = tuple[float, Operation, list[_Task | Operation]]
 
 
 class _Problem:
-    """All problems. (s, t, l) has the row start[s, t] + l; start[s, L+1] + l has (s, s, l) with a_s in ā_s."""
+    """The table. Problem (s, t, l) has row start[s, t] + l; (s, s, l) with a_s inside ā_s has start[s, L+1] + l."""
 
     table: Floats
     unit: int
@@ -132,7 +132,7 @@ class _Problem:
         check_fits("the chain needs", int(self.least[self.root]), mem_limit)
 
     def units(self, slots: int) -> Iterator[int]:
-        """Yield bytes in a slot, finer and finer, until all sizes are whole numbers of slots."""
+        """Yield slot sizes in bytes, from coarse to fine, until all sizes are whole numbers of slots."""
         exact = math.gcd(*map(int, (*self.costs.activation, *self.costs.taken.flat))) or max(1, self.mem_limit)
         while True:
             unit = max(exact, -(-self.mem_limit // slots))
@@ -142,21 +142,21 @@ class _Problem:
             slots *= 4
 
     def _problems(self) -> Iterator[tuple[int, int, int]]:
-        """(s, column of `start`, l), each after all its subproblems: these begin later, or end earlier."""
+        """Yield (s, column of `start`, l) of every problem after its subproblems, which begin later or end earlier."""
         for s in reversed(range(self.length + 1)):
             for column in range(s, self.length + 2):
                 for last in range(self._until(s, column), self.length + 1):
                     yield s, column, last
 
     def _until(self, s: int, column: int) -> int:
-        """t of a problem, the last stage whose backward belongs to it."""
+        """Return t of a problem: the backward of stage t is its last."""
         return s if column > self.length else column
 
     def _own(self, s: int, column: int) -> int:
         return 0 if column > self.length else int(self.costs.activation[s])
 
     def _options(self, s: int, column: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """The options of stage s: (number, index of its costs, bytes that Fe_s and B_s need, bytes that it takes)."""
+        """Yield the options of stage s: (number, index into `costs`, bytes that Fe_s and B_s need, bytes added)."""
         costs, inside = self.costs, int(column > self.length)
         own, row = self._own(s, column), int(last < self.length)
         for k in range(int(costs.first[s]), int(costs.first[s + 1])):
@@ -168,7 +168,7 @@ class _Problem:
         return self._own(s, column) + int(self.costs.base[last] + self.costs.check_need[s, s + 1])
 
     def _least_of(self, s: int, column: int, last: int) -> int:
-        """The recurrence, with "least M" for "least time"."""
+        """Return the least M of a problem, by the module's recurrence for memory in place of time."""
         start, least, t, own = self.start, self.least, self._until(s, column), self._own(s, column)
         if s == self.length:
             return own + self.costs.loss_need
@@ -198,11 +198,11 @@ class _Problem:
                 for _, k, need, taken in self._options(s, column, last):
                     begin = max(low, self._slot_of(need))
                     if last == s:
-                        # B_s makes Fe_s skip its output: nothing in between reads it.
+                        # Fe_s skips its output, which no operation reads: B_s follows at once.
                         seconds = costs.extra[k] - (costs.run[s + 1] - costs.split[s + 1])
                         out[begin:] = np.minimum(out[begin:], seconds)
                         continue
-                    # Where a run frees more than it keeps, memory is capped at the last slot.
+                    # If Fe_s frees more than it saves, the rest may exceed the last slot, and is capped there.
                     slots = np.arange(max(begin, taken // unit), width + 1)
                     source = self.table[start[s + 1, length + 1] + last, np.minimum(slots - taken // unit, width)]
                     out[slots] = np.minimum(out[slots], costs.extra[k] + source)
@@ -222,7 +222,7 @@ class _Problem:
         return max(0, -((self.offset - need) // self.unit))
 
     def _read(self, row: int, memory: int, blend: float, cut: float) -> float:
-        """Opt for exactly `memory` bytes, read between two slots: the bound for blend 0, pessimistic for blend 1."""
+        """Interpolate Opt for `memory` bytes between two slots: a lower bound for `blend` 0, pessimistic for 1."""
         m = min(self._slot_of(memory), self.table.shape[1] - 1)
         value = float(self.table[row, m])
         rest = m * self.unit + self.offset - memory
@@ -232,7 +232,7 @@ class _Problem:
         return value
 
     def descend(self, blend: float, cut: float) -> list[Operation]:
-        """Read off a sequence that fits, with memory in bytes; the table only guides the choices."""
+        """Build a sequence that fits. Memory is counted in exact bytes; the table only guides the choices."""
         operations: list[Operation] = []
         pending: list[_Task | Operation] = [(0, 0, self.length, self.mem_limit)]
         while pending:
@@ -246,12 +246,12 @@ class _Problem:
             if s == self.length:
                 operations.append(Loss())
                 continue
-            _, chosen, following = min(self._ways(s, column, last, memory, blend, cut), key=lambda way: way[0])
+            _, chosen, following = min(self._starts(s, column, last, memory, blend, cut), key=lambda each: each[0])
             operations.append(chosen)
             pending += following
         return operations
 
-    def _ways(self, s: int, column: int, last: int, memory: int, blend: float, cut: float) -> Iterator[_Way]:
+    def _starts(self, s: int, column: int, last: int, memory: int, blend: float, cut: float) -> Iterator[_Start]:
         costs, start, least, t = self.costs, self.start, self.least, self._until(s, column)
         for number, k, need, taken in self._options(s, column, last) if s == t else ():
             seconds, row = float(costs.extra[k]), start[s + 1, self.length + 1] + last if last > s else -1

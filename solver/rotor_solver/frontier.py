@@ -1,7 +1,7 @@
 """The whole trade-off between memory and time: computed once, queried as a step function, drawn.
 
-One table of the persistent program covers all limits up to its own. For small limits its slots are too coarse, so there
-are more tables: for a quarter of the memory, a sixteenth, and so on. Drawing imports matplotlib on use.
+One table of the persistent program covers all limits up to its own. For small limits its slots are too coarse, so
+further tables cover a quarter of the memory, a sixteenth, and so on. Drawing imports matplotlib when called.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rotor_solver.watching import watcher
 class Frontier:
     """A step function: sequences[k] fits in limits[k] bytes, a_0 counted, and takes makespans[k] seconds.
 
-    Limits increase, makespans do not. No persistent sequence within limits[k] bytes takes less than lower_bounds[k]
+    Limits increase, makespans never do. No persistent sequence within limits[k] bytes takes less than lower_bounds[k]
     seconds. `stored` is the makespan of storing everything.
     """
 
@@ -57,7 +57,7 @@ class Frontier:
 
     @property
     def gap(self) -> float:
-        """The largest makespan / bound - 1 of all steps: 0.01 is one percent."""
+        """The largest makespan / lower bound - 1 over all limits: 0.01 is one percent."""
         pairs = zip(self.makespans, self.lower_bounds, strict=True)
         return max((made / least - 1 for made, least in pairs if least), default=0.0)
 
@@ -73,22 +73,22 @@ class Frontier:
         return self.makespans[self._position(mem_limit)]
 
     def limit_for(self, overhead: float) -> int:
-        """Return the first limit whose makespan is at most 1 + `overhead` times storing everything.
+        """Return the least limit at which a step takes at most 1 + `overhead` times as long as storing everything.
 
-        Raises ValueError if no limit has such a makespan, or if `overhead` < 0.
+        Raises ValueError if no limit is that fast, or if `overhead` < 0.
         """
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
             raise InvalidValueError(f"overhead must be ≥ 0, got {overhead!r}", kind="not_an_overhead", name="overhead")
         for limit, made in self:
             if made <= self.stored * (1 + overhead):
                 return limit
-        message = f"none of the {len(self)} limits keeps the overhead at {overhead}"
+        message = f"overhead must be higher: none of the {len(self)} limits has at most {overhead}"
         raise InvalidValueError(message, kind="overhead_too_low", name="overhead", got=overhead)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the overhead over storing everything at every limit, into a file (.svg, .png, .pdf).
+        """Draw the overhead (time beyond storing everything) at every limit, into a file (.svg, .png, .pdf).
 
-        Raises ImportError if matplotlib is missing, and ValueError for a format that it does not know.
+        Raises ImportError if matplotlib is missing, and ValueError for a file format that matplotlib does not know.
         """
         draw(path, self.limits, [made / self.stored - 1 if self.stored else 0.0 for made in self.makespans])
 
@@ -104,9 +104,9 @@ class Frontier:
 
 @within_memory
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
-    """Compute the cost of memory in time, from the least limit that works to storing everything.
+    """Compute the fastest sequence at every limit, from the least limit that works to storing everything.
 
-    With `limits` in bytes, for those only; limits too small for any plan are left out. The whole range of memory is
+    With `limits` in bytes, computes these only, without limits too small for any plan. The whole range of memory is
     divided into at least `slots`, which also bounds the number of steps. Raises ValueError if a limit is not a number
     of bytes, or if `slots` < 1.
     """
@@ -129,7 +129,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
 
 
 def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persistent) -> Frontier:
-    """Compute `frontier` of a chain that is planned stage by stage; `at_least` solves for its least limit."""
+    """Compute `frontier` of a chain that is planned stage by stage; `at_least` is the solver for its least limit."""
     problem, stored = Problem(chain), store_all(chain)
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan
@@ -149,19 +149,19 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
             continue
         if limit >= whole.peak:
             best, seconds = stored, whole.makespan
-        elif limit == least:  # hardly a choice is left, so rounding to slots matters most
+        elif limit == least:  # few choices fit this limit, so rounding to slots matters most
             best = at_least.solve(chain, least)
             seconds = simulate(chain, best).makespan
         else:
             room = limit - chain.input_bytes
             sequence, more = _table_for(tables, room).sequence(room, seconds - problem.stored)
-            # Otherwise the plan for the limit before is still the fastest.
+            # Otherwise the plan for the previous limit is still the fastest.
             if sequence is not None:
                 best, seconds = sequence, problem.stored + more
         found.append((limit, best))
 
     def bound(limit: int) -> float:
-        # Every need of a plan is a multiple of the divisor, so bytes beyond the last multiple are useless.
+        # The memory that a plan needs is a multiple of the divisor, so bytes beyond the last multiple are useless.
         room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
         read = problem.stored + _table_for(tables, room).lower_bound(room)
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
@@ -171,7 +171,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
         found = _closer(chain, _steepest(chain, [each for _, each in found]), slots, most, bound, proven)
     bounds = [bound(limit) for limit, _ in found]
     if found and found[0][0] == least:
-        # That limit was solved for by itself, with a bound of its own.
+        # `at_least` solved for the least limit, and found a bound for it.
         bounds[0] = max(bounds[0], found[0][1].lower_bound or 0.0)
     makespans = [simulate(chain, sequence).makespan for _, sequence in found]
     bounds = list(map(min, bounds, makespans))
@@ -185,28 +185,28 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
 
 
 def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
-    """Return the first limit on the frontier, in bytes, with at most `overhead` more time than storing everything.
+    """Return the least limit, in bytes, at which a step takes at most 1 + `overhead` times storing everything.
 
     Raises ValueError if `overhead` < 0 or `slots` < 1.
     """
     return frontier(chain, slots=slots).limit_for(overhead)
 
 
-_FEW = 40  # Slots of a frontier of groups: each of its sequences has tens of thousands of operations
+_FEW = 40  # Slots of a frontier over groups of stages: few, as each sequence has tens of thousands of operations
 _Step = tuple[int, Sequence]  # A limit in bytes, and a sequence within it
-_FAR = 0.02  # Makespan / bound - 1 from which a limit gets its own solve. Not measured; too high leaves slower plans.
-_SINGLE = 40  # Most own solves. Not measured; too many cost solve time.
-# Own solves times pairs of slots that the tables visit, at most. Not measured; too high costs solve time.
+_FAR = 0.02  # A limit gets its own solve above this makespan / bound - 1. Not measured; too high leaves slower plans.
+_SINGLE = 40  # Most limits with their own solve. Not measured; too many cost solve time.
+# Most limits with their own solve, times the pairs of slots that all tables visit. Not measured; too high costs time.
 _PAIRS = 5e5
-# Each of several tables that are in memory at once has 256 MiB, and takes a second. With thorough ones, chains of 400
-# stages took up to 8 GiB and three minutes.
+# Effort of each table of a frontier, which are all in memory at once: 256 MiB and a second. With `THOROUGH` tables,
+# chains of 400 stages took up to 8 GiB and three minutes.
 _EACH = Effort(close=0.01, pairs=2e9, numbers=2**25)
-# Rows relative to the first table of a solve, as no finer one follows. Not measured; too high costs solve time.
+# Rows of a table, relative to a solve's first table, which finer ones follow. Not measured; too high costs solve time.
 _CLOSER = 4
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
-    """Tables for all of `room`, a quarter of it (not measured), and so on, while there are plans: smallest first."""
+    """Fill tables for all of `room`, a quarter of it (not measured), and so on while plans fit; smallest first."""
     tables = []
     while True:
         unit, exact = next(units(problem.costs, room, slots, divisor))
@@ -228,7 +228,7 @@ def _table_for(tables: list[Table], room: int) -> Table:
 
 
 def _steps(tables: list[Table], most: int) -> list[int]:
-    """Return the limits at which the bound changes, or about `most` of them, evenly."""
+    """Return the limits at which the bound changes; every n-th of them if there are more than `most`."""
     changes, known, below = [], tables[0].problem.chain.input_bytes, 0
     for table in tables:
         rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
@@ -254,7 +254,7 @@ def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
 def _closer(
     chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
 ) -> list[_Step]:
-    """Add up to `most` solves just below steps far from the bound; their bounds go into `proven`, by limit."""
+    """Solve up to `most` limits just below steps far from the bound; store their bounds in `proven`, by limit."""
     for _ in range(most):
         far = [
             (simulate(chain, slower).makespan / max(bound(limit - 1), math.ulp(0.0)), limit - 1)

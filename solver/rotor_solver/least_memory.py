@@ -20,38 +20,38 @@ Floats = NDArray[np.float64]
 
 
 class Costs(NamedTuple):
-    """Costs in bytes and seconds, and the memory that the recurrence's conditions need.
+    """Costs of a chain in bytes and seconds, and the terms of the recurrence's memory conditions.
 
-    With G(i) the gradients of stages i … L-1, and held = |a_L| if the caller keeps the output:
+    With G(i) the gradients of stages i … L-1, and held = |a_L| if the caller keeps the output, else 0:
 
         base_l          = |a_{l+1}| + G(l+1) + held for l < L; 0 for l = L
         check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1
         backward_need_k = the memory during B_i, without a_i and everything before it, or after B_i if that is
-                          more. Row 0 is for l = L: ā was made before the loss, and a_L of the last stage is still
+                          more. Row 0 is for l = L: ā was saved before the loss, and a_L of the last stage is still
                           inside it. Row 1 is for l < L: ā was recomputed after the loss.
 
     The options of stage i are first[i] … first[i+1]-1. `extra` is how much longer an option takes than the stage's
-    fastest one. `released` is the part of a_i that a run of stage i with a graph frees: row 0 if a_i stands alone, row
-    1 if it lies in ā_i. `taken` is the memory that this run leaves, less what it frees.
+    fastest one. `released` is the part of a_i that a run of stage i with a graph frees: row 0 if a_i is stored by
+    itself (state 0), row 1 if it is part of ā_i (state 1). `taken` is what the run saves, less what it frees.
     """
 
     activation: Ints  # [L+1] bytes of a_0 … a_L
     run: Floats  # [L+1] seconds of the forwards without a graph of stages 0 … i-1
-    # [L+1] seconds: run[j], less the time of the output that stage j-1 skips when it runs right before its backward.
-    # With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes split[j]
-    # - run[i].
+    # [L+1] seconds: run[j], less the time that stage j-1 saves by skipping its output right before its backward. A
+    # checkpoint at a_j makes stage j-1 the last of its interval, so this stage will skip its output. The forwards from
+    # a_i to the checkpoint therefore count as split[j] - run[i].
     split: Floats
-    # [L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early.
+    # [L+1] seconds: the least split[k] for k ≥ j. It never decreases with j, so that loops over j may end early.
     split_floor: Floats
     check_need: Ints  # [L+1, L+1] bytes, by (i, j)
     base: Ints  # [L+1] bytes, by l
     first: Ints  # [L+1] the first option of every stage, among all options
     extra: Floats  # [options] seconds
-    taken: Ints  # [2, options] bytes, by where a_i lies
+    taken: Ints  # [2, options] bytes, by the state of a_i
     forward_need: Ints  # [options] bytes: saved, and the scratch of the forward
     backward_need: Ints  # [2, options] bytes, by whether l < L
-    released: Ints  # [2, L] bytes, by where a_i lies
-    loss_need: int  # Bytes: δ_L, as large as a_L, and the scratch of the loss; a_L itself is the input and not counted
+    released: Ints  # [2, L] bytes, by the state of a_i
+    loss_need: int  # Bytes: δ_L, as large as a_L, and the loss's scratch. Excludes a_L, the loss's input.
 
 
 def costs_of(chain: Chain) -> Costs:
@@ -82,7 +82,7 @@ def costs_of(chain: Chain) -> Costs:
         base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
         first=first,
         extra=seconds - np.minimum.reduceat(seconds, first[:-1])[stage_of] if length else seconds,
-        taken=saved - np.take(released, stage_of, axis=1),  # indexing gives another layout, for other kernels
+        taken=saved - np.take(released, stage_of, axis=1),  # not by indexing: its layout needs other kernels
         forward_need=saved + np.array([option.forward_temp for option in options], np.int64),
         backward_need=np.maximum(during, left[stage_of] + held).astype(np.int64),
         released=released,
@@ -102,7 +102,7 @@ def _check_need(activation: Ints, scratch: Ints) -> Ints:
 
 
 def least_memory(costs: Costs) -> Ints:
-    """[2, L+1, L+1] bytes, by (state, i, l): the least memory in which the backward of [i, l] can run."""
+    """Return the least memory in which [i, l] can run backward: [2, L+1, L+1] bytes, by (state, i, l)."""
     length = len(costs.activation) - 1
     kernels, _ = kernels_for("rotor_solver.persistent.interval_kernels", 1e-5 * length**2)
     found: Ints = kernels.least_memory(costs)
@@ -110,7 +110,7 @@ def least_memory(costs: Costs) -> Ints:
 
 
 def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> int:
-    """Return a choice that attains `least[state, i, last]`, i < L."""
+    """Return a choice for the interval [i, last], i < L, with which `least[state, i, last]` bytes are enough."""
     row = 0 if last == len(costs.activation) - 1 else 1
     enough = int(least[state, i, last])
     for k in range(costs.first[i], costs.first[i + 1]):
@@ -125,7 +125,7 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
     return -(i + 1 + int(fits.argmax()))
 
 
-# The choice for (state, i, l): the interval [i, l] in one of the two states of a_i.
+# Returns the choice for the interval [i, l] in a state of a_i, given (state, i, l).
 Choose = Callable[[int, int, int], int]
 
 

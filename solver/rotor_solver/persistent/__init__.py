@@ -1,4 +1,4 @@
-"""The best memory-persistent sequence. Begin with `recurrence`, which has the recurrence first."""
+"""Find the best memory-persistent sequence. Begin with `recurrence.optimum`, which states the recurrence."""
 
 from rotor_solver.persistent.recurrence import Persistent
 

@@ -1,8 +1,8 @@
-"""Kernels that find the least memory of all intervals of a chain, and read sequences off a complete table.
+"""Kernels that find the least memory of all intervals of a chain, and build sequences from a complete table.
 
-The interval [i, l] has two states, as in `table_kernels`: in state 0, a_i stands alone; in state 1, it lies in the ā_i
-of the stage before. A choice for an interval is an integer: k ≥ 0 is option k of stage i, j < 0 is the checkpoint at
-a_{-j}. The other arguments are those of `table_kernels`.
+The interval [i, l] has two states, as in `table_kernels`: in state 0, a_i is stored by itself; in state 1, it is part
+of the ā_i that the previous stage saved. A choice for an interval is an integer: k ≥ 0 is option k of stage i, j < 0 is
+the checkpoint at a_{-j}. `table_kernels` describes the other arguments.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 from rotor_solver.jit_policy import compiled
 
-INFINITE = np.int64(2**62)  # More than any need, and small enough that a size can be added to it
+INFINITE = np.int64(2**62)  # Bytes: more than any need, and adding a size does not overflow
 
 
 @compiled()
 def least_memory(costs: Any) -> np.ndarray:
-    """[2, L+1, L+1] the least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
+    """Return the least m, in bytes, for which Opt(i, l, m) is finite: [2, L+1, L+1], by (state, i, l).
 
-    The recurrence of `table_kernels.fill`, with "least m" for "least time". It decides which limits are refused, where
-    the rows of a table begin, and which choices are open while a sequence is read off.
+    Solves the recurrence of `table_kernels.fill` for memory in place of time. The result decides which limits are
+    refused, where the rows of a table begin, and which choices `descend` may make.
     """
     length = len(costs.activation) - 1
     least = np.full((2, length + 1, length + 1), INFINITE)
@@ -51,16 +51,16 @@ def least_memory(costs: Any) -> np.ndarray:
 def estimate(
     flat: np.ndarray, rows: Any, full: Any, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
 ) -> float:
-    """Opt for exactly `memory` bytes, interpolated between two slots and two ends: the bound itself for blend 0.
+    """Interpolate Opt for exactly `memory` bytes between two slots and two rows; `blend` 0 gives the lower bound.
 
-    The bound is too low: it is read at the next slot above, in a row that may end earlier. The slot below and the next
-    row are too high. `blend` interpolates between the two.
+    The lower bound is too low: it reads the next slot above, in a row that may end at an earlier stage. The slot below,
+    and the next row, which ends at a later stage, are too high. `blend` is the weight of the latter.
     """
-    i, length = grid.place[s], len(grid.band)
+    i, length = grid.stage[s], len(grid.band)
     if memory >= full[grid.state[s]][i][last]:
         return 0.0
     if length > last > grid.band[i]:
-        return 2 * cut  # more than any time in the table: the last choice
+        return 2 * cut  # more than any time in the table, so that any other choice is better
     row = grid.row[s][last]
     value, start = between_slots(flat, rows, grid, s, row, memory, blend, cut), grid.last[row]
     if start < last < length and blend > 0.0 and value < cut and row + 1 < grid.start[s + 1]:
@@ -73,7 +73,7 @@ def estimate(
 def between_slots(
     flat: np.ndarray, rows: Any, grid: Any, s: int, row: int, memory: int, blend: float, cut: float
 ) -> float:
-    """A row for exactly `memory` bytes, at least its rows.begin: the slot above for blend 0."""
+    """Interpolate a row's time for exactly `memory` bytes between two slots; `blend` 0 reads the slot above."""
     beyond, at, high = memory - grid.offset[s], rows.position[row], rows.high[row]
     m = min(max(0, -(-beyond // grid.unit)), grid.width - 1)
     if m < rows.begin[row]:
@@ -101,14 +101,14 @@ def descend(
 ) -> tuple[np.ndarray, float]:
     """Return the choices of a sequence for `memory` bytes, at least least[0, 0, L], and its seconds beyond storing all.
 
-    Memory is counted in bytes, so that the sequence fits; the table only guides. A choice is open only if the exact
-    least memory of its parts allows it, so every descent ends in a sequence that fits. Choices are coded as in
-    `interval_kernels`, in the order in which `operations_of` asks for them. Gives up, with an infinite time, beyond
-    `enough`.
+    Memory is counted in exact bytes; the table only guides the choices. A choice is allowed only if each of its parts
+    gets its exact least memory, so every descent ends in a sequence that fits. Choices are coded as in the docstring of
+    this file, in the order in which `operations_of` asks for them. Returns no choices and an infinite time if the
+    sequence takes more than `enough`.
     """
     length = len(grid.band)
     choices = np.empty(4 * length + 16, np.int64)  # grows below: the number of splits is unknown
-    # [pending, 4] pending intervals: state, i, l, and their bytes; disjoint, so at most as many as stages, and a few.
+    # [pending, 4] pending intervals: state, i, l, and bytes. They are disjoint, so there are hardly more than stages.
     stack = np.empty((2 * length + 16, 4), np.int64)
     count, depth, seconds = 0, 1, 0.0
     stack[0] = np.array([0, 0, length, memory])

@@ -1,7 +1,7 @@
-"""Facts about a chain before its first table, and the layout of tables in slots and rows.
+"""Data of a chain that all its tables share, and the layout of tables in slots and rows.
 
-Every row has its own offset in bytes, such that only checkpoints lose to rounding (Note [Rows and windows] in
-`table_kernels`). The longer intervals are, the fewer have rows. In chains of repeated blocks, rows are shared.
+Every row has its own offset in bytes, so that only checkpoints are rounded (Note [Rows and windows] in
+`table_kernels`). Of long intervals, only some have rows. In chains of repeated blocks, equal rows share their numbers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rotor_solver.sequence import Sequence
 
 
 class Spacing(NamedTuple):
-    """Intervals [i, i + d] may end at every stage while d < parts · period, and then at every period.
+    """Selects the intervals [i, i + d] that have rows: all with d < parts · period, and some of the longer ones.
 
-    From d = 2 · parts · period on, they end at every second period, from 4 · parts · period on at every fourth, and so
-    on: about `parts` rows for every doubling of d. Ends are counted from stage L-1, which is always one. Where an
-    interval may end, those that begin later may too: else each further Fe would drop stages, and worsen the bound.
+    For d < 2 · parts · period, intervals have rows if they end at a whole period; for d < 4 · parts · period, at every
+    second period, and so on: about `parts` rows for every doubling of d. Periods are counted back from stage L-1. If a
+    row ends at a stage, so do the rows that begin later. Else every Fe would drop stages, and loosen the bound.
     """
 
     parts: int
     period: int = 1
 
     def ended(self, length: int) -> NDArray[np.bool_]:
-        """[L, L] by (i, l): whether [i, l] has a row of its own."""
+        """Return whether [i, l] has a row of its own: [L, L] by (i, l)."""
         stages = np.arange(length)
         distance = stages - stages[:, None]
         periods = distance // (self.parts * self.period)
@@ -44,13 +44,13 @@ class Spacing(NamedTuple):
 
 
 def stops_of(ended: NDArray[np.bool_]) -> Ints:
-    """[L] by stage l: a row that ends there stands for intervals to l, …, stop[l]-1, wherever they begin."""
+    """Return stop [L]: a row that ends at stage l also stands for intervals that end at l + 1, …, stop[l]-1."""
     length = len(ended)
     if not length:
         return np.zeros(0, np.int64)
     following = np.where(ended, np.arange(length), length)
     following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
-    first = ended.argmax(axis=0)  # fewer ends mean longer gaps between them
+    first = ended.argmax(axis=0)  # the longest interval that ends at l: it has the longest gap to the next end
     stages = np.arange(length)
     stop: Ints = np.append(following, np.full((length, 1), length), axis=1)[first, stages + 1]
     return stop
@@ -62,55 +62,55 @@ ANYTHING = 2**62  # Bytes; more than any memory
 class Grid(NamedTuple):
     """The slots and rows of a table, as arrays that kernels read.
 
-    Node s stands for the stage place[s] and the state[s] of its input; node[state, i] finds it. The two states of a
-    stage share a node where they cost the same.
+    Node s stands for stage[s] together with state[s] of its input; node[state, i] is the node of stage i. The two
+    states of a stage share a node if they cost the same.
 
-    The interval from node s to stage l < L lies in the row row[s, l], if l ≤ band[place[s]], and the one to the loss in
-    the row tail + s. An interval without its own row uses the row of its part up to stage `last` of the row. Without
-    its last stages it is no slower, so the table stays a lower bound.
+    The interval from node s to stage l < L has row row[s, l], if l ≤ band[stage[s]]; the interval from node s to the
+    loss has row tail + s. An interval without its own row uses a row that ends earlier, at stage last[row]. Without its
+    last stages it is no slower, so the table stays a lower bound.
     """
 
     unit: int  # Bytes
     width: int  # Most slots in a row
-    place: Ints  # [nodes] the stage; L for the loss
-    # [nodes] 1 if the stage's input lies in the ā of the stage before, 0 if it stands alone or both cost the same.
+    stage: Ints  # [nodes] the stage; L for the loss
+    # [nodes] 1 if the stage's input is part of the previous stage's ā, 0 if it is stored by itself or costs the same.
     state: Ints
     node: Ints  # [2, L+1] by (state, i)
     offset: Ints  # [nodes] bytes
-    # [L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less.
+    # [L+1] slots that a checkpoint a_j takes from a row with offset ≤ remainder[j]; it takes one less from other rows.
     slots: Ints
     remainder: Ints
     start: Ints  # [nodes] the first row of the node
-    band: Ints  # [L] the last l < L whose interval is of use
+    band: Ints  # [L] the last l < L such that a useful plan can have the interval [i, l]
     row: Ints  # [nodes, L+1] -1 if there is none
-    # [L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory.
+    # [L+1, L+1] the row of the interval from a checkpoint at a_j to stage l, by (l, j): contiguous for loops over j.
     after: Ints
     last: Ints  # [rows] the stage at which the row ends; L for the loss
     stop: Ints  # [L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1
-    base: Ints  # [L+1] the least `costs.base` of those, in bytes
-    tail: int  # The first of the rows that end at the loss, which are the last ones
+    base: Ints  # [L+1] bytes: the least `costs.base` of stages l … stop[l]-1
+    tail: int  # The first of the rows that end at the loss; they follow all other rows
     fastest: Ints  # [L] the fastest option of every stage, among all options
 
 
 class Rows(NamedTuple):
     """Slot m of a row is number position + m of the table, for begin ≤ m < high. All arrays are [rows].
 
-    Below `begin` no plan is of use, because it takes longer than `limit`. From `high` on the time is `final`: zero,
-    since everything is stored, or the last number, since no useful plan has so much memory.
+    Below `begin`, no plan is useful: it takes longer than `limit`. From `high` on, the time is `final`: zero if the
+    whole interval is stored, else the last number, as no useful plan has so much memory for the interval.
     """
 
     begin: Ints  # Slots; grows when a row is complete and its first numbers turn out to be above `limit`
     high: Ints  # Slots
     position: Ints  # Numbers of the table, may be negative
-    limit: Floats  # Times in the unit of the table; negative where no plan is of use
-    final: Floats  # Times; infinite until a row is complete if it will be the last number
+    limit: Floats  # Times in the unit of the table; negative if no plan is useful
+    final: Floats  # Times; infinite until the row is complete if it will be the row's last number
 
 
 class Windows(NamedTuple):
-    """The intervals of useful plans: three arrays [nodes, L+1], by first node and last stage.
+    """Memory of each interval in useful plans: three arrays [nodes, L+1], by first node and last stage.
 
-    `low` to `high` are the bytes that the interval may have; `outside` is the least time of such a plan outside the
-    interval, infinite if there is none.
+    A useful plan has `low` to `high` bytes for the interval, and takes at least `outside` seconds outside of it, which
+    is infinite if no useful plan has the interval.
     """
 
     low: Ints
@@ -125,11 +125,11 @@ def grid_of(
     length = len(costs.activation) - 1
     apart = np.concatenate([costs.released[0] != costs.released[1], [False]])
     node = np.cumsum(np.concatenate([[0], 1 + apart[:-1]])) + np.stack([np.zeros_like(apart), apart])
-    place = np.repeat(np.arange(length + 1), 1 + apart)
+    stage = np.repeat(np.arange(length + 1), 1 + apart)
     state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
-    # In exactly the terms of `rows_of`, since sums in another order differ in their last digits.
+    # The same terms in the same order as in `rows_of`, since sums in another order differ in their last digits.
     kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
     band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
     ended = spacing.ended(length)
@@ -137,26 +137,26 @@ def grid_of(
     for last in np.flatnonzero(stop[:-1] > stages + 1):
         base[last] = costs.base[last : stop[last]].min()
     useful = (stages >= stages[:, None]) & (stages <= band[:, None])
-    none = np.zeros((1, length), np.bool_)  # from the loss
-    own = np.concatenate([ended & useful, none])[place]
+    none = np.zeros((1, length), np.bool_)  # intervals that begin at the loss have no end before it
+    own = np.concatenate([ended & useful, none])[stage]
     rows = own.sum(axis=1)
     start, tail = np.cumsum(rows) - rows, int(rows.sum())
-    row = np.where(np.concatenate([useful, none])[place], start[:, None] + np.cumsum(own, axis=1) - 1, -1)
-    row = np.column_stack([row, tail + np.arange(len(place))]).astype(np.int64)
+    row = np.where(np.concatenate([useful, none])[stage], start[:, None] + np.cumsum(own, axis=1) - 1, -1)
+    row = np.column_stack([row, tail + np.arange(len(stage))]).astype(np.int64)
     return Grid(
         unit=unit,
         width=room // unit + 2,
-        place=place,
+        stage=stage,
         state=state,
         node=node.astype(np.int64),
-        offset=offset[place],
+        offset=offset[stage],
         slots=slots,
         remainder=remainder,
         start=start.astype(np.int64),
         band=band,
         row=row,
         after=row[node[0]].T.copy(),
-        last=np.concatenate([np.nonzero(own)[1], np.full(len(place), length)]).astype(np.int64),
+        last=np.concatenate([np.nonzero(own)[1], np.full(len(stage), length)]).astype(np.int64),
         stop=stop.astype(np.int64),
         base=base,
         tail=tail,
@@ -165,15 +165,15 @@ def grid_of(
 
 
 def nodes_of(grid: Grid) -> Ints:
-    """[rows] the node of every row."""
-    nodes = np.arange(len(grid.place))
+    """Return the node of every row: [rows]."""
+    nodes = np.arange(len(grid.stage))
     return np.append(np.repeat(nodes, np.diff(np.append(grid.start, grid.tail))), nodes)
 
 
 def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
-    """[L+1] the offset of every stage's rows: between stages of the same kinds an earlier one, if only a little larger.
+    """Return the offset of every stage's rows, [L+1] bytes, reusing that of an earlier stage of the same kind if close.
 
-    So their rows are the same. All stages together lose at most a slot.
+    Equal offsets let rows share their numbers. All stages together lose at most one slot to reuse.
     """
     offset = [room % unit]
     seen: dict[tuple[int, ...], list[int]] = {}
@@ -181,7 +181,7 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
         exact = (offset[-1] - size) % unit
         known = seen.setdefault(tuple(kinds[i : i + 2].tolist()), [])
         close = [other for other in known if 0 <= other - exact <= unit // len(taken)]
-        if not close and len(known) < 8:  # chains with more offsets do not repeat; not measured
+        if not close and len(known) < 8:  # a chain with more offsets hardly repeats; not measured
             known.append(exact)
         offset.append(close[0] if close else exact)
     return np.array(offset, np.int64)
@@ -190,22 +190,22 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
 def rows_of(
     least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, windows: Windows, cut: float, owner: Ints
 ) -> tuple[Rows, int]:
-    """Lay out rows in a table and return its size in numbers.
+    """Lay out rows in a table; return them and the table's size in numbers.
 
-    A row takes the most generous bounds of all the intervals that it stands for. `least` and `full` are [2, L+1, L+1],
-    in bytes; `later` is [L+1], and like `windows.outside` in the unit of `cut`. owner[row] is the row whose numbers a
-    row shares: an owner begins where the first of its sharers begins, and ends where the last of them ends.
+    A row takes the widest bounds of all the intervals that it stands for. `least` and `full` are [2, L+1, L+1], in
+    bytes; `later` is [L+1]; `later` and `windows.outside` have the unit of `cut`. A row shares the numbers of row
+    owner[row], which begins where the first of its sharers begins, and ends where the last of them ends.
     """
     length, first, nodes = len(grid.band), grid.last, nodes_of(grid)
     ends = np.full(len(first), length + 1)
-    ends[: grid.tail] = np.minimum(grid.stop[first[: grid.tail]], grid.band[grid.place[nodes[: grid.tail]]] + 1)
+    ends[: grid.tail] = np.minimum(grid.stop[first[: grid.tail]], grid.band[grid.stage[nodes[: grid.tail]]] + 1)
     counts = ends - first
     starts = np.cumsum(counts) - counts
-    # By interval, those of one row after the other.
+    # Arrays by interval; intervals of the same row are neighbours.
     s, last = np.repeat(nodes, counts), np.arange(counts.sum()) + np.repeat(first - starts, counts)
-    i, state, offset = grid.place[s], grid.state[s], grid.offset[s]
-    # An interval that ends before the loss runs after the loss. Its stages ran without a graph before, and the stages
-    # after it took at least `later` longer than stored: both are subtracted from the cut.
+    i, state, offset = grid.stage[s], grid.state[s], grid.offset[s]
+    # An interval that ends before the loss is recomputed after it. Its stages already ran once without a graph, and the
+    # stages after it took at least `later` longer than stored. Both times are subtracted from the cut.
     following = np.minimum(last + 1, length)
     time = np.where(last < length, cut - later[following] - (costs.split[following] - costs.run[i]), cut)
     limit = np.maximum.reduceat(np.minimum(time, cut - windows.outside[s, last]), starts)
@@ -225,7 +225,7 @@ def rows_of(
     np.minimum.at(begin, owner[of_use], low[of_use])
     np.maximum.at(most, owner[of_use], high[of_use])
     own = (owner == np.arange(len(owner))) & (limit >= 0)
-    sizes = np.where(own, np.maximum(0, most - begin) + 1, 0)  # and one for `final`
+    sizes = np.where(own, np.maximum(0, most - begin) + 1, 0)  # one more number for `final`
     position = np.cumsum(sizes) - sizes - begin
     final = np.where((most >= whole) & (whole < grid.width), 0.0, np.inf)
     begin = np.where(limit >= 0, begin, grid.width)
@@ -234,12 +234,12 @@ def rows_of(
 
 # Stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured.
 _LONGEST_PERIOD = 64
-# The part of a chain that must repeat without a break. Not measured; a wrong value only costs time.
+# Least share of a chain that must repeat without a break. Not measured; a wrong value only costs time.
 _REPEATED = 0.87
 
 
 def kinds_of(chain: Chain) -> Ints:
-    """[L] a number for every stage, equal for stages that cost the same."""
+    """Return a number for every stage, [L], equal for stages that cost the same."""
     numbers: dict[object, int] = {}
     bare = (
         replace(stage, name="", options=tuple(replace(option, name="") for option in stage.options))
@@ -249,8 +249,8 @@ def kinds_of(chain: Chain) -> Ints:
 
 
 def period_of(kinds: Ints) -> int:
-    """Period in stages with which most of the chain repeats; 0 if it does not."""
-    # From the shortest on: every multiple of a period is one, too.
+    """Return the shortest period in stages with which most of the chain repeats; 0 if there is none."""
+    # Short periods first, since every multiple of a period is also a period.
     length = len(kinds)
     for period in range(1, min(_LONGEST_PERIOD, length // 8) + 1):
         breaks = np.flatnonzero(np.append(np.concatenate([[True], kinds[:-period] != kinds[period:]]), True))
@@ -260,7 +260,7 @@ def period_of(kinds: Ints) -> int:
 
 
 def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
-    """Return a slot of at most `unit` bytes that divides the memory kept by a period, as nearly as possible."""
+    """Return a slot size of at most `unit` bytes that nearly divides, or is a multiple of, a period's kept bytes."""
     same = kinds[:-period] == kinds[period:]
     sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
     size = Counter(sums.tolist()).most_common(1)[0][0]
@@ -273,19 +273,19 @@ def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
 
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
-    """[rows] for every row, the first with the same content: its stages, its slots, and the memory of later stages."""
+    """Return for every row the first row of equal content (stages, slots, memory of later stages): [rows]."""
     owner, length = np.arange(len(grid.last)), len(kinds)
-    nodes = np.flatnonzero(grid.place < length)
-    places = grid.place[nodes]
-    starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
-    # A number for the content of [i, i + distance], from that of the shorter interval and the kind of the last stage.
+    nodes = np.flatnonzero(grid.stage < length)
+    firsts = grid.stage[nodes]
+    starts = np.stack([kinds[firsts], costs.activation[firsts], grid.offset[nodes], grid.state[nodes]])
+    # `content` numbers the intervals [i, i + distance], from the number without the last stage and that stage's kind.
     content = np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1)
     kinds = np.unique(kinds, return_inverse=True)[1]
     bases = np.unique(grid.base[:length], return_inverse=True)[1]
     for distance in range(length):
-        known = (places + distance < length) & (places + distance <= grid.band[places])
-        nodes, places, content = nodes[known], places[known], content[known]
-        last = places + distance
+        known = (firsts + distance < length) & (firsts + distance <= grid.band[firsts])
+        nodes, firsts, content = nodes[known], firsts[known], content[known]
+        last = firsts + distance
         content = np.unique(content * length + kinds[last], return_inverse=True)[1]
         rows = grid.row[nodes, last]
         ended = grid.last[rows] == last
@@ -295,10 +295,10 @@ def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
 
 
 def full_memory(costs: Costs, fastest: Ints) -> Ints:
-    """[2, L+1, L+1] the m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l).
+    """Return the least m with which the interval [i, l] can be stored whole: [2, L+1, L+1] bytes, by (state, i, l).
 
-    Every stage is stored by its fastest option; no plan is faster, so rows end there. Runs from the last stage to the
-    first: one more stage needs its own memory, or the need of the rest plus the memory it keeps.
+    Every stage is stored by its fastest option; no plan is faster, so rows end there. From the last stage to the first:
+    storing one more stage needs the memory of that stage, or the bytes that it keeps plus the need of later stages.
     """
     length = len(fastest)
     full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)

@@ -39,20 +39,20 @@ from rotor_solver.simulate import simulate
 
 
 def optimum(chain: Chain, mem_limit: int) -> float:
-    """Seconds of the fastest memory-persistent sequence within `mem_limit` bytes, a_0 counted; infinite if none."""
+    """Return the least seconds of a memory-persistent sequence in `mem_limit` bytes, a_0 counted; infinite if none."""
     costs, length = costs_of(chain), len(chain)
 
     @cache
     def longer(i: int, last: int, m: int, inside: int) -> float:
-        """`inside` is 1 if a_i lies in the ā_i of the stage before, 0 if it stands alone."""
+        """Return seconds beyond storing all. `inside` is 1 if a_i is part of ā_i, 0 if it is stored by itself."""
         if i > last:
             return 0.0
         if i == length:
             return 0.0 if m >= costs.loss_need else math.inf
-        best, made_again = math.inf, 1 if last < length else 0  # whether Fe_i runs after the loss
+        best, recomputed = math.inf, 1 if last < length else 0  # whether Fe_i runs after the loss
         for k in range(costs.first[i], costs.first[i + 1]):  # Fe_i by each of its options
             forward_need = costs.base[last] + costs.forward_need[k]
-            backward_need = costs.backward_need[made_again, k] - costs.released[inside, i]
+            backward_need = costs.backward_need[recomputed, k] - costs.released[inside, i]
             if m >= max(forward_need, backward_need):
                 best = min(best, costs.extra[k] + longer(i + 1, last, m - costs.taken[inside, k], 1))
         for j in range(i + 1, last + 1):  # CF_i, with a checkpoint at a_j
@@ -66,24 +66,24 @@ def optimum(chain: Chain, mem_limit: int) -> float:
 
 # Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence.
 _GROUP = 4
-# Extra enlargement of slots if a table is too large. Not measured; too large a value makes it coarser than needed.
+# If a table is too large, slots grow by this factor beyond the estimate. Not measured; too high coarsens needlessly.
 _MARGIN = 1.1
-# In chains of up to so many stages, every interval has a row from the beginning. Not measured; costs solve time.
+# Most stages of a chain whose first table has a row for every interval. Not measured; too high costs solve time.
 _SHORT = 64
-# Stages that fit into memory, for which one row for every doubling of length would do. Chosen after a measurement: for
-# 500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the bound
+# If so many stages fit into memory, one row per doubling of an interval's length is enough. Chosen after a measurement:
+# for 500 stages, a tenth of the way from the least limit to storing everything, two rows per doubling lower the bound
 # by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %.
 _TIGHT = 128
-# Least slots in a typical checkpoint at first: one rounded down to none looks free. Not measured.
+# Least slots of a typical checkpoint in the first table: rounded down to 0 slots, it would look free. Not measured.
 _RESOLUTION = 2
-_FINEST = 2**17  # But at most so many: where sizes mix 10 TB and a byte, more would cost a minute and show nothing
+_FINEST = 2**17  # Most slots of the first table. If sizes range from a byte to 10 TB, more cost a minute for nothing.
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """When to stop: once the gap is at most `close` and further tables too large for `work`, or if all are too large.
+    """Limits of a solve: each table visits at most `pairs` of slots, and has at most `numbers` of eight bytes.
 
-    A table is too large if it visits more `pairs` of slots, or has more than so many `numbers`, of eight bytes each.
+    Once the gap is at most `close`, further tables are also limited by the `work` of `Persistent`.
     """
 
     close: float
@@ -97,20 +97,20 @@ class Effort:
 # Chosen, not measured. A gap of half a percent is below the error of measured stage times. One core visits about 2e9
 # pairs in a second (500 stages): a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
-# Pairs of slots to visit by tables that hardly lower a wide gap, and to close it: about a second of one core each.
+# Pairs of slots to visit for a gap that hardly falls, and as many to close a small gap: about a second of a core each.
 WORK = 2e9
-_STUCK = 0.9  # Part of the gap that is left by a table that hardly lowers it. Not measured; a lower one saves seconds
-_NO_GAP = 1e-9  # Bounds are certified up to rounding errors of sums
+_STUCK = 0.9  # The gap hardly falls if a table leaves more than this share of it. Not measured; lower saves seconds
+_NO_GAP = 1e-9  # A smaller gap counts as none: bounds are certified only up to rounding errors of sums
 _HASTY = Effort(close=0.01, pairs=3e9, numbers=2**26)
 BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """The program of this module, with memory divided into at least `slots`, and no more than `effort`.
+    """Dynamic program over memory-persistent sequences. Divides memory into at least `slots`, within `effort`.
 
-    Once the gap is at most `effort.close`, it visits up to `work` more pairs of slots to close it; before, it gives up
-    after as many, or 2e9, if a table hardly lowers the gap. Raises ValueError if `slots` < 1 or `work` < 0.
+    Once the gap to the lower bound is at most `effort.close`, it visits up to `work` more pairs of slots to close it.
+    While a wider gap hardly falls, it visits up to max(`work`, 2e9). Raises ValueError if `slots` < 1 or `work` < 0.
     """
 
     slots: int = 500
@@ -141,7 +141,7 @@ class Persistent:
             return Sequence(found, self.name, min(bound, simulate(chain, found).makespan))
         best = solved(chain, mem_limit, self.slots, self.effort, self.work)
         assert simulate(chain, best.sequence).peak <= mem_limit
-        # A bound above the time of a real sequence could only be rounding.
+        # Only rounding could make the bound higher than the time of a real sequence.
         return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
 
 
@@ -151,7 +151,7 @@ class Best:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.bound = problem, problem.stored
         self.sequence, self.makespan = Sequence(()), math.inf
-        self.later = np.zeros(len(problem.chain) + 1)  # Seconds that the stages from i on take beyond stored, at least
+        self.later = np.zeros(len(problem.chain) + 1)  # Least seconds that stages from i on take beyond storing them
 
     def offer(self, sequence: Sequence) -> None:
         makespan = simulate(self.problem.chain, sequence).makespan
@@ -160,7 +160,7 @@ class Best:
 
     def improve(self, table: Table) -> None:
         self.bound = max(self.bound, self.problem.stored + table.lower_bound(table.room))
-        if not table.windowed:  # in windows, a row says nothing of plans outside them
+        if not table.windowed:  # with windows, rows do not bound plans outside them
             self.later = np.maximum(self.later, table.later())
         sequence, _ = table.sequence(table.room, self.overhead)
         if sequence is not None:
@@ -184,10 +184,10 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
     check_fits("the chain needs", chain.input_bytes + problem.needed, mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
-    if best.makespan == math.inf:  # always fits: a table needs a time to improve on
+    if best.makespan == math.inf:  # tables need a known time, and this sequence always fits
         best.offer(problem.least_sequence())
     windows, last, stuck = None, 0, False
-    left = {False: max(work, WORK), True: work}  # pairs of slots to visit, by whether the gap is close
+    left = {False: max(work, WORK), True: work}  # pairs of slots left to visit, by whether the gap is small
     for unit, exact, spacing in levels(problem, room, slots):
         if best.gap <= _NO_GAP or best.overhead == 0:
             break
@@ -197,7 +197,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
         if close or stuck:
             excess = max(excess, table.work / max(1.0, left[close]))
         if excess > 1:
-            # Windows make a finer table cheap. One that is no finer adds nothing to the table that they come from.
+            # Windows make a finer table cheap. A table no finer than the one they come from adds nothing to it.
             coarser = math.ceil(unit * excess * _MARGIN)
             if close or (windows is not None and coarser > last):
                 break
@@ -212,7 +212,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
 
 
 def _begin(best: Best, mem_limit: int) -> None:
-    """Offer a plan for groups of stages: times above a known plan are never computed, so it pays for itself."""
+    """Offer a plan for groups of stages. It saves time: tables never compute times above the best known plan."""
     chain, size = best.problem.chain, _GROUP
     while best.makespan == math.inf and len(chain) > max(4, size) * size and size > 1:
         groups = even_segments(len(chain), -(-len(chain) // size))
@@ -224,7 +224,7 @@ def _begin(best: Best, mem_limit: int) -> None:
 
 
 def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
-    """Yield bytes in a slot, whether that is exact, and the intervals with rows, from coarse to exact."""
+    """Yield, from coarse to exact, the bytes in a slot, whether that is exact, and the intervals with rows."""
     costs, length = problem.costs, len(problem.chain)
     sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
     unit, exact = next(sizes)
@@ -239,7 +239,7 @@ def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool,
 
 
 def parts_of(problem: Problem, room: int) -> int:
-    """Rows per doubling in the `Spacing` of the first table: more where fewer stages fit into `room`."""
+    """Return the first table's `parts` of `Spacing`: the fewer stages fit into `room`, the more rows per doubling."""
     length = len(problem.chain)
     if length <= _SHORT:
         return max(1, length)
@@ -248,12 +248,12 @@ def parts_of(problem: Problem, room: int) -> int:
 
 
 def common_divisor(*sizes: Ints) -> int:
-    """The greatest common divisor of all nonzero sizes; 0 if there are none."""
+    """Return the greatest common divisor of all nonzero sizes; 0 if there are none."""
     return int(np.gcd.reduce([np.gcd.reduce(each, axis=None) for each in sizes]))
 
 
 def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[int, bool]]:
-    """Yield bytes in a slot, and whether that is exact: finer and finer, down to `divisor`, which divides all sizes."""
+    """Yield bytes in a slot, and whether that is exact, from coarse down to `divisor`, which divides all sizes."""
     exact = divisor or max(1, room)
     typical = float(np.median(costs.activation))
     slots = max(slots, min(_FINEST, int(_RESOLUTION * room / typical)) if typical else 0)
@@ -262,4 +262,4 @@ def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[i
         yield unit, unit == exact
         if unit == exact:
             return
-        slots *= 4  # not measured: windows make the next table cheap, but not free
+        slots *= 4  # factor not measured: windows make the next table cheap, but not free

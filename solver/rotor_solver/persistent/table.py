@@ -29,16 +29,16 @@ from rotor_solver.watching import watcher
 
 _KERNELS = "rotor_solver.persistent.table_kernels"
 _DESCENT = "rotor_solver.persistent.interval_kernels"
-_PORTIONS = 32  # Portions of the work between progress reports. Not measured; more only report more often.
-# Times up to this multiple of the scale are of use: a margin for rounding, not measured; a larger one costs time.
+_PORTIONS = 32  # Progress reports of a table. Not measured; more only report more often.
+# Times up to this multiple of the scale are useful: a margin for rounding, not measured; a larger one costs time.
 _CUT = 1.001
-# Ways to read between slots (`interval_kernels.estimate`), the best first. Not measured; each costs one descent.
+# Each `blend` of `interval_kernels.estimate` gives one sequence; the best first. Not measured; each costs one descent.
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25  # Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time.
-_LOOKED_AT = 0.25  # The part of all pairs of slots that a table visits, roughly. Not measured; steers table sizes.
+_VISITED = 0.25  # Rough share of all pairs of slots that a table visits. Not measured; steers table sizes.
 # The work of laying out a row and of allocating a number, in pairs of slots. Measured roughly, 200 to 500 stages.
 _PER_ROW, _PER_NUMBER = 4e3, 100.0
-# Seconds of plain Python for a row, for a checkpoint of it, and for a pair of slots. Measured, 20 to 100 stages.
+# Seconds of plain Python for a row, for each of its checkpoints, and for a pair of slots. Measured, 20 to 100 stages.
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
 
 
@@ -60,11 +60,11 @@ class Table:
         """Lay out a table in slots of about `unit` bytes.
 
         `exact` says that all sizes are whole numbers of units. If not, the unit may be adjusted to fit them better.
-        Stages from i on are known to take at least later[i] seconds longer than stored. `spacing` selects the intervals
-        that have rows; all without it. `windows` come from a table of plans that take as long, or longer.
+        Stages from i on take at least later[i] seconds longer than if stored. `spacing` selects the intervals that have
+        rows; by default, all. `windows` must come from a table with the same or a longer `scale`.
         """
         costs, kinds = problem.costs, problem.kinds
-        # So that the rows of a period have the slots of the period before, and can be shared.
+        # With this unit, the rows of a period have the same slots as those of the previous period, and can be shared.
         if problem.period and not exact:
             unit = fitting_unit(kinds, problem.period, costs.taken[1, problem.fastest], unit)
         times = {name: getattr(costs, name) / scale for name in ("run", "split", "split_floor", "extra")}
@@ -82,18 +82,18 @@ class Table:
         rows, size = rows_of(problem.least, problem.full, scaled, grid, later / scale, chosen, _CUT, owner)
         useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
         numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
-        # [rows] pairs of slots, if every checkpoint is of use to every row; less where rows are shared.
+        # [rows] pairs of slots if every row visited all its checkpoints; scaled down if rows are shared.
         self.most = part * numbers * checkpoints
-        self.guess = _LOOKED_AT * float(np.sum(self.most))  # Pairs of slots to visit
+        self.guess = _VISITED * float(np.sum(self.most))  # Pairs of slots to visit
         self.work = self.guess + _PER_ROW * len(owner) + _PER_NUMBER * size  # The whole table, in pairs of slots
         checkpoints_in_all = float(np.sum(checkpoints[numbers > 0]))
         self.plain_seconds = part * (_ROW * len(owner) + _CHECKPOINT * checkpoints_in_all) + _PAIR * self.guess
         self.problem, self.room, self.scale = problem, room, scale
         self.costs, self.grid, self.rows, self.size = scaled, grid, rows, size
         self.owner = owner  # [rows] the row whose numbers a row shares; itself if it has its own
-        self.windowed = windows is not None  # Then it says less about the parts of the chain
+        self.windowed = windows is not None  # Then rows bound only plans inside the windows
         self.values: Any = None  # [size] the numbers: `flat` of the kernels
-        self.pairs = 0  # Of slots, visited
+        self.pairs = 0  # Pairs of slots visited
 
     def fill(self) -> None:
         self.values = np.empty(self.size, np.float64)
@@ -106,16 +106,16 @@ class Table:
         self.rows = self.rows._replace(begin=np.asarray(rows.begin), final=np.asarray(rows.final))
 
     def _portions(self) -> Iterator[tuple[int, int]]:
-        """Yield the lengths of intervals, from the shortest on: all at once, unless watched.
+        """Yield ranges of interval lengths, from the shortest on: one range of all lengths, unless progress is watched.
 
-        Then they come in portions of about the same work, with a progress report between them. The work for intervals
-        to the loss is not counted.
+        If it is, each range takes about the same work, and a progress report follows it. The work for intervals that
+        end at the loss is not counted.
         """
         progress, grid, length = watcher(), self.grid, len(self.grid.band)
         if progress is None or not length:
             yield 0, length
             return
-        distance = grid.last - grid.place[nodes_of(grid)]
+        distance = grid.last - grid.stage[nodes_of(grid)]
         work = np.bincount(distance[: grid.tail], self.most[: grid.tail], minlength=length).astype(np.int64)
         total, what = int(work.sum()), f"{length} stages, {grid.width} slots"
         progress(0, total, what)
@@ -128,11 +128,11 @@ class Table:
                 progress(done, total, what)
 
     def lower_bound(self, room: int) -> float:
-        """Seconds, at most `scale`, by which every persistent plan within `room` bytes is slower than storing all."""
+        """Return seconds, at most `scale`, by which any persistent plan in `room` bytes is slower than storing all."""
         return self._read(0, -(-(room - int(self.grid.offset[0])) // self.grid.unit))
 
     def later(self) -> Floats:
-        """[L+1] seconds by which the stages from i on take longer than stored, at least, whatever the others do."""
+        """Return the least seconds, [L+1], that stages from i on take beyond storing them, whatever the others do."""
         return np.array([self._read(node, self.grid.width - 1) for node in self.grid.node[0].tolist()])
 
     def _read(self, node: int, slot: int) -> float:
@@ -152,7 +152,7 @@ class Table:
         low, high, outside = kernels.windows_of(self.values, rows, self.owner, costs, grid, cut)
         whole = (high > self.rows.high) & np.isfinite(outside)
         offset, unit = self.grid.offset[nodes_of(self.grid)], self.grid.unit
-        # A slot stands for all memory above the slot before: that memory was rounded up to it.
+        # A slot stands for all memory above the previous slot, since this memory was rounded up.
         least = np.maximum(0, (low - 1) * unit + offset + 1)
         most = np.where(whole, ANYTHING, (high - 1) * unit + offset)
         return Windows(*kernels.spread(grid, least, most, outside * self.scale))
@@ -160,9 +160,9 @@ class Table:
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
         """Return a good sequence within `room` bytes, and its seconds beyond storing everything.
 
-        None and `enough` if that is not less than `enough` seconds. `room` must be at least `problem.needed`.
+        Returns None and `enough` if it found none below `enough` seconds. `room` must be at least `problem.needed`.
         """
-        # Measured: plain Python takes 2.5 microseconds times the square of the stages.
+        # Measured: plain Python takes 2.5 microseconds times the square of the number of stages.
         problem = self.problem
         arrays = self.rows, problem.least, problem.full, self.costs, self.grid
         kernels, tables = kernels_for(_DESCENT, 2.5e-6 * len(self.grid.band) ** 2, *arrays)

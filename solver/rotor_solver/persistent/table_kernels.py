@@ -7,13 +7,13 @@
     costs  a `least_memory.Costs`, its times in the unit of the table
     grid   a `layout.Grid`: the intervals that have rows, and the bytes that their slots stand for
     owner  [rows] the row whose numbers a row shares: itself, unless blocks of the chain repeat
-    s      a node: a stage i = grid.place[s], and the state grid.state[s] of its input
+    s      a node: a stage i = grid.stage[s], and the state grid.state[s] of its input
     row    the number of a row; `last` is the stage l at which its interval [i, l] ends
     m      a slot of a row
 
-The interval [i, l] has two states: in state 0, a_i stands alone, or costs the same as alone; in state 1, it lies in the
-ā_i of the stage before. Times are those beyond storing everything. Where kernels stay plain Python, the arrays of
-`rows`, `costs` and `grid` come as lists, which Python reads faster: hence `grid.row[s][last]`.
+The interval [i, l] has two states: in state 0, a_i is stored by itself, or costs the same as if it were; in state 1, it
+is part of the ā_i that the previous stage saved. Times are those beyond storing everything. In plain Python, the arrays
+of `rows`, `costs` and `grid` are lists, which Python reads faster: hence `grid.row[s][last]`.
 
 # Note [Rows and windows]
 
@@ -24,8 +24,8 @@ tests/solver/persistent/test_table.py checks the numbers.
  1. Slot m of a row stands for m · unit + offset bytes. Every node has its own offset, such that the fastest option
     takes a whole number of slots from its row to the next. Here all sizes are multiples of 4, and all offsets 0. If
     stage 0 saved 25 bytes, the offsets of later stages would be 3: with 4 m bytes for [0, l], Fe_0 leaves 4 m - 25 = 4
-    (m - 7) + 3 for [1, l], its slot m - 7. Whatever else takes memory is rounded down to whole slots. So the table
-    never has less memory than there is, and its times are lower bounds.
+    (m - 7) + 3 for [1, l], its slot m - 7. All other sizes are rounded down to whole slots. So the table never assumes
+    less memory than there is, and its times are lower bounds.
  2. A row holds few slots. Below `begin`, the interval cannot run, or takes too long to be of use. From `high` on the
     time is `final`: 0 where everything is stored, else the time of the last useful slot. Times never increase from slot
     to slot. Of the 21 rows of the example:
@@ -59,8 +59,8 @@ import numpy as np
 
 from rotor_solver.jit_policy import compiled
 
-INFINITE = np.int64(2**62)  # Bytes; more than any window begins with
-STEP = 16  # Slots of which one is tested before anything is passed down. Not measured; a wrong value only costs time.
+INFINITE = np.int64(2**62)  # Bytes; more than the lower end of any window
+STEP = 16  # Slots that share one bound of a sum (`least_of_both`). Not measured; a wrong value only costs time.
 
 
 @compiled()
@@ -71,12 +71,12 @@ def slot_of(need: int, unit: int, offset: int) -> int:
 
 @compiled()
 def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
-    """Bytes that a run of stage i with a graph and its backward need, in the row of [i, last]: never rounded."""
+    """Return the bytes, not rounded, that a run of stage i with a graph and its backward need in [i, last]."""
     row = 0 if last == len(costs.run) - 1 else 1
     return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row][k] - costs.released[state][i]))
 
 
-# Inner loops, over `count` slots from the given positions on, with their twins in NumPy
+# Inner loops over `count` slots from the given positions on; some have a twin in NumPy for plain Python
 
 
 def _lower_by_both(
@@ -109,9 +109,9 @@ def lower_by(out: np.ndarray, at: int, source: np.ndarray, first: int, count: in
 
 @compiled()
 def least_of_both(out: np.ndarray, at: int, flat: np.ndarray, first: int, count: int) -> float:
-    """A lower bound of out[at + m] + flat[first + m]; infinite if there are no slots.
+    """Return a lower bound of out[at + m] + flat[first + m] for 0 ≤ m < count; infinite if `count` < 1.
 
-    `out` increases and `flat` decreases: of STEP slots, the first of the one and the last of the other are a bound.
+    `out` never decreases and `flat` never increases: of STEP slots, the first of `out` and the last of `flat` bound it.
     """
     least = np.inf
     for m in range(0, count, STEP):
@@ -121,7 +121,7 @@ def least_of_both(out: np.ndarray, at: int, flat: np.ndarray, first: int, count:
 
 @compiled()
 def least_of_three(out: np.ndarray, at: int, flat: np.ndarray, first: int, second: int, count: int) -> float:
-    """A lower bound of out[at + m] + flat[first + m] + flat[second + m]; see `least_of_both`."""
+    """Return a lower bound of out[at + m] + flat[first + m] + flat[second + m], like `least_of_both`."""
     least = np.inf
     for m in range(0, count, STEP):
         end = min(m + STEP, count) - 1
@@ -138,10 +138,10 @@ def _slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: i
 
 @compiled(plain=_slots_of_use)
 def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: int, cut: float) -> tuple[int, int]:
-    """Complete a row of `out`; return its useful slots low … high-1 of begin … end-1, or `end` twice."""
+    """Complete a row of `out`; return (low, high), its useful slots low … high-1, or (end, end) if none is useful."""
     low, high = end, end
     for m in range(end - 1, begin - 1, -1):
-        # Memory that an interval "has at least": with m + 1 slots it also has m.
+        # `out` is the least time for plans that give the interval at least m slots: m + 1 slots count too.
         out[at + m] = min(out[at + m], out[at + m + 1])
         if out[at + m] + flat[at + m] <= cut:
             if low == end:
@@ -155,7 +155,7 @@ def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: in
 
 @compiled()
 def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: int) -> tuple[int, int]:
-    """Divide slots low … high-1: until the first end both rows have numbers, until the second only one of them."""
+    """Return two ends in slots low … high-1: before the first both rows have numbers, before the second only one."""
     left_high, right_high = rows.high[left], rows.high[right] + shift
     both = max(low, min(high, left_high, right_high))
     return both, max(both, min(high, max(left_high, right_high)))
@@ -165,7 +165,7 @@ def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: 
 def split(
     flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, seconds: float
 ) -> None:
-    """Lower slots low … high-1 of `row` by a checkpoint, at whose row `right` there are `shift` slots less."""
+    """Lower slots low … high-1 of `row` by a checkpoint, which leaves `shift` slots less for its row `right`."""
     out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
     left_final, right_final = rows.final[left], rows.final[right]
     both, one = ends_of_parts(rows, left, right, shift, low, high)
@@ -181,10 +181,10 @@ def split(
 @compiled()
 def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
     """Lower the row (s, last) by running its stage with a graph by option k: Fe_i, [i+1, last], B_i."""
-    i, state, seconds = grid.place[s], grid.state[s], costs.extra[k]
+    i, state, seconds = grid.stage[s], grid.state[s], costs.extra[k]
     out, high = rows.position[row], rows.high[row]
     low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
-    stored = low  # first slot at which the next row is at its `final`
+    stored = low  # first slot in which the following row has its `final` time
     if last > i:
         following = grid.node[1][i + 1]
         follow = grid.row[following][last]
@@ -202,11 +202,11 @@ def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int,
 @compiled()
 def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
     """Lower the row (s, last) by all checkpoints; return the number of pairs of slots visited."""
-    i, offset, begin, high = grid.place[s], grid.offset[s], rows.begin[row], rows.high[row]
+    i, offset, begin, high = grid.stage[s], grid.offset[s], rows.begin[row], rows.high[row]
     lefts, rights, needs, pairs = grid.row[s], grid.after[last], costs.check_need[i], 0
     for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
-        # The forwards up to a_j take split[j] - run[i]. A later j may take less, as its stage j-1 skips its output;
-        # `split_floor` is the least of all that follow, so that later checkpoints take at least as long.
+        # The forwards up to a_j take split[j] - run[i]. A later j may take less, as its stage j-1 skips its output. So
+        # this compares `split_floor`, the least of all later ones: no later checkpoint takes less.
         floor = costs.split_floor[j] - costs.run[i]
         if floor > rows.limit[row]:
             break
@@ -217,7 +217,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
         shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
         low = max(begin, rows.begin[left], rows.begin[right] + shift)
         low = max(low, slot_of(grid.base[last] + needs[j], grid.unit, offset))
-        # Where forwards alone take no less than the known time, nothing is gained, there or later.
+        # Known times never increase with slots: if the forwards alone take as long as slot `low`, no slot gains.
         if low < high and floor < flat[rows.position[row] + low]:
             pairs += high - low
             split(flat, rows, row, left, right, shift, low, high, costs.split[j] - costs.run[i])
@@ -226,7 +226,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
 
 @compiled()
 def finish_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
-    """Complete a row: continue it beyond its end, and find its begin: `width` if no time is of use."""
+    """Complete a row: set its `final` time, and move `begin` past useless slots, to `width` if all are useless."""
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
     stored = rows.final[row] == 0
     if begin < high and not stored:
@@ -241,7 +241,7 @@ def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: in
     """Fill the row (s, last), once all rows that it needs are complete; return the number of pairs visited."""
     if rows.limit[row] < 0:
         return 0
-    i, out = grid.place[s], rows.position[row]
+    i, out = grid.stage[s], rows.position[row]
     flat[out + rows.begin[row] : out + rows.high[row]] = np.inf
     for k in range(costs.first[i], costs.first[i + 1]):
         enable(flat, rows, costs, grid, s, row, last, k)
@@ -252,8 +252,8 @@ def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: in
 
 @compiled()
 def row_of_length(grid: Any, s: int, distance: int) -> int:
-    """The row of node s that ends `distance` stages later, before the loss; -1 if there is none."""
-    i = grid.place[s]
+    """Return the row of node s that ends `distance` stages later, before the loss; -1 if there is none."""
+    i = grid.stage[s]
     last = i + distance
     if last >= len(grid.band) or last > grid.band[i]:
         return -1
@@ -276,16 +276,16 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
 
     Times above rows.limit count as infinite (`layout.rows_of`).
 
-    Fills the rows of intervals with begin ≤ l - i < end, l < L, which need the shorter ones; `fill_tails` does the
-    rest. Returns the number of pairs of slots visited.
+    Fills the rows of intervals with begin ≤ l - i < end, l < L; all shorter rows must be complete. `fill_tails` fills
+    the rows that end at the loss. Returns the number of pairs of slots visited.
     """
     pairs = 0
     for distance in range(begin, end):
-        for s in range(len(grid.place) - 1):
+        for s in range(len(grid.stage) - 1):
             row = row_of_length(grid, s, distance)
             if row >= 0 and owner[row] == row:
                 pairs += fill_row(flat, rows, costs, grid, s, row, grid.last[row])
-        for s in range(len(grid.place) - 1):  # only `begin` and `final` changed: the rest was shared from the start
+        for s in range(len(grid.stage) - 1):  # sharers copy `begin` and `final`; all else was shared from the start
             row = row_of_length(grid, s, distance)
             if row >= 0:
                 rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
@@ -294,8 +294,8 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
 
 @compiled()
 def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
-    """Fill the rows that end at the loss, which need all others, from the last to the first."""
-    nodes = len(grid.place)
+    """Fill the rows that end at the loss, from the last to the first; all other rows must be complete."""
+    nodes = len(grid.stage)
     finish_row(flat, rows, grid.width, grid.tail + nodes - 1)  # the loss: stored whole from the first slot on
     for s in range(nodes - 2, -1, -1):
         fill_row(flat, rows, costs, grid, s, grid.tail + s, len(grid.band))
@@ -306,12 +306,12 @@ def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
 
 @compiled()
 def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid: Any, cut: float) -> Any:
-    """(low, high, outside), [rows] each: the slots in which a plan that takes at most `cut` may have its interval.
+    """Return (low, high, outside), [rows] each: the slots of an interval in plans that take at most `cut`.
 
-    They are low … high-1, and those from rows.high on where high > rows.high; none where `outside` is infinite.
-    `outside` is the least time of such a plan outside the interval. `flat` and `rows` are complete.
+    The slots are low … high-1; high > rows.high includes all slots from rows.high on. `outside` is the least time of
+    such a plan outside the interval, infinite if there is no such plan. `flat` and `rows` must be complete.
 
-    From the whole to the parts: with out(i, l, m) for the least time outside [i, l] if [i, l] has at least m,
+    Goes from the whole to the parts. With out(i, l, m) the least time outside [i, l] if [i, l] has at least m,
 
         out(0, L, all) = 0
         out(i+1, l, m - taken_k) ≤ out(i, l, m) + extra_k
@@ -329,7 +329,7 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
     needed = np.zeros(count, np.bool_)  # [rows] whether a plan can have the row's interval at all
     needed[tail] = True
     out[rows.position[tail] + min(grid.width - 1, rows.high[tail])] = 0
-    for s in range(len(grid.place) - 1):
+    for s in range(len(grid.stage) - 1):
         if needed[tail + s]:
             hand_down(flat, out, rows, owner, needed, costs, grid, s, tail + s, cut, low, high, outside)
     for last in range(length - 1, -1, -1):
@@ -356,14 +356,14 @@ def hand_down(
     highs: np.ndarray,
     outside: np.ndarray,
 ) -> None:
-    """Complete a row of `out`, record its useful slots, and lower the parts of its interval."""
-    i, state, last = grid.place[s], grid.state[s], grid.last[row]
+    """Complete a row of `out`, record its useful slots, and pass its times down to the parts of its interval."""
+    i, state, last = grid.stage[s], grid.state[s], grid.last[row]
     begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
     if begin >= grid.width:
         return
     low, high = slots_of_use(flat, out, at, begin, end, cut)
     if end < grid.width and rows.final[row] == 0 and out[at + end] <= cut:
-        high = end + 1  # the first slot in which all is stored also stands for less memory, in which it is not
+        high = end + 1  # `end` is the first slot that stores all, but stands for all memory above the previous slot
     elif low == end:
         return
     lows[row], highs[row], outside[row] = low, high, out[at + low]
@@ -408,7 +408,7 @@ def hand_to_both(
     seconds: float,
     cut: float,
 ) -> bool:
-    """Lower both parts of an interval from its slots low … high-1; return whether that can matter: mostly it cannot."""
+    """Pass times of slots low … high-1 down to both parts of an interval; return whether a plan within `cut` exists."""
     left_at, right_at = rows.position[left], rows.position[right] - shift
     left_end, right_end = left_at + rows.high[left], right_at + rows.high[right] + shift
     left_final, right_final = rows.final[left], rows.final[right]
@@ -435,14 +435,14 @@ def hand_to_both(
 
 @compiled()
 def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
-    """Windows by interval, [nodes, L+1] each: the most generous of all rows that stand for it, in bytes and seconds."""
-    # Of the stages that a row omits at its end, intervals have no more memory than the whole, and as much time outside.
-    length, shape = len(grid.band), (len(grid.place), len(grid.band) + 1)
+    """Return windows by interval, [nodes, L+1], in bytes and seconds: the widest of all rows that stand for it."""
+    # Intervals of stages that a row omits at its end have at most the row's memory, and at least its time outside.
+    length, shape = len(grid.band), (len(grid.stage), len(grid.band) + 1)
     lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf)
     # [L+1] by the stage at which a row ends: the most memory of such a row, and the least time outside it.
     memory, time = np.zeros(length + 1, np.int64), np.full(length + 1, np.inf)
-    for s in range(len(grid.place)):
-        for last in range(grid.place[s], length + 1):
+    for s in range(len(grid.stage)):
+        for last in range(grid.stage[s], length + 1):
             row = grid.row[s][last]
             if row < 0 or grid.last[row] != last or outside[row] == np.inf:
                 continue
@@ -452,7 +452,7 @@ def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) ->
                 least[s, stage] = min(least[s, stage], outside[row])
     for end in range(length):
         for s in range(grid.node[0][end + 1], grid.node[0][grid.stop[end]] if time[end] < np.inf else 0):
-            for stage in range(grid.place[s], grid.stop[end]):
+            for stage in range(grid.stage[s], grid.stop[end]):
                 lows[s, stage], highs[s, stage] = 0, max(highs[s, stage], memory[end])
                 least[s, stage] = min(least[s, stage], time[end])
     return lows, highs, least

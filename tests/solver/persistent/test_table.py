@@ -62,7 +62,7 @@ def plain_rows(filled: Table) -> dict[tuple[int, int], np.ndarray]:
         return seen
 
     for distance in range(length + 1):
-        for node, i in enumerate(grid.place.tolist()):
+        for node, i in enumerate(grid.stage.tolist()):
             last, state, memory = i + distance, int(grid.state[node]), slots * grid.unit + int(grid.offset[node])
             if last > length:
                 continue
@@ -106,7 +106,7 @@ def test_every_number_is_that_of_the_recurrence_but_for_times_above_the_limit(se
     filled = filled_table(chain, fraction, 150, limit)
     grid, left_out = filled.grid, 0
     for (node, last), expected in plain_rows(filled).items():
-        i = int(grid.place[node])
+        i = int(grid.stage[node])
         if last < len(chain) and last > grid.band[i]:
             continue
         row = grid.tail + node if last == len(chain) else grid.start[node] + last - i
@@ -135,7 +135,7 @@ def test_no_number_exceeds_that_of_an_interval_it_stands_for(seed: int, spacing:
     for row, (node, last) in enumerate(zip(nodes_of(grid), grid.last, strict=True)):
         found = row_values(few, row)
         for stage in range(last, int(grid.stop[last])):
-            assert (found <= plain[node, stage] * (1 + 1e-9)).all(), (grid.place[node], last, stage)
+            assert (found <= plain[node, stage] * (1 + 1e-9)).all(), (grid.stage[node], last, stage)
             below += int((found < plain[node, stage]).sum())
     assert below > 0
     assert few.lower_bound(few.room) <= filled_table(chain, fraction, 120).lower_bound(few.room)
@@ -220,7 +220,7 @@ def table_of(unit: int, scale: float = SCALE, windows: Any = None) -> Table:
 
 def line(table: Table, row: int) -> str:
     """A row as the Note writes it."""
-    rows, i = table.rows, table.grid.place[nodes_of(table.grid)[row]]
+    rows, i = table.rows, table.grid.stage[nodes_of(table.grid)[row]]
     begin, high, position = int(rows.begin[row]), int(rows.high[row]), int(rows.position[row])
     values = table.values[position + begin : position + high] * SCALE
     changes = [m for m in range(high - begin) if m == 0 or values[m] != values[m - 1]]
@@ -231,7 +231,7 @@ def line(table: Table, row: int) -> str:
 def test_the_example_of_the_note_has_these_rows_and_windows() -> None:
     table = table_of(4)
     table.fill()
-    places = zip(table.grid.place[nodes_of(table.grid)].tolist(), table.grid.last.tolist(), strict=True)
+    places = zip(table.grid.stage[nodes_of(table.grid)].tolist(), table.grid.last.tolist(), strict=True)
     rows = {place: row for row, place in enumerate(places)}
     for interval in ((0, 0), (0, 1), (0, 2), (2, 5), (3, 5), (4, 5), (0, 5)):
         assert line(table, rows[interval]) in NOTE
