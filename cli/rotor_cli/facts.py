@@ -34,7 +34,7 @@ class Taken:
             return (found,)
         verb, pronoun = ("are", "them") if len(self.others) > 1 else ("is", "it")
         others = f"The script trains {', '.join(self.others)} as well, which {verb} smaller"
-        return found, f"{others}: this plan and its limit are not about {pronoun}."
+        return found, f"{others}: plan and limit do not include {pronoun}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Facts(Report):
     arguments: tuple[str, ...] = ()
     verified: Verification | None = None
     compared: tuple[ComparedStrategy, ...] = ()
-    # Whether a limit was planned for. If not, `sequence` stores everything, and `mem_limit` is its peak.
+    # Whether there was a limit to plan for. If False, `sequence` stores everything, and `mem_limit` is its peak.
     limited: bool = True
     taken: Taken | None = None  # Observations of a script; None for a model file
 
@@ -55,7 +55,7 @@ class Facts(Report):
         return (*taken, *Report.remarks(self))  # not `super()`, which fails in a dataclass with slots
 
     def problem(self) -> str | None:
-        """Problem shown by real steps, in words; None if there is none."""
+        """Describe the first problem that real steps showed; None if they showed none."""
         for begin, found in (("", self.verified), *((f"{row.strategy}: ", row.verified) for row in self.compared)):
             if found is not None and (problem := found.problem(self.mem_limit)) is not None:
                 return begin + problem

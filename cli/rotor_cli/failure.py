@@ -1,4 +1,4 @@
-"""Exit codes, and errors shown as one sentence."""
+"""The command's exit codes, and errors that it reports in one sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Failure(click.ClickException):
 
 
 def usage(kind: str, name: str, message: str, **numbers: int | float | str) -> Failure:
-    """Wrong use, or an unusable model file."""
+    """Make the failure for wrong usage or an unusable model file."""
     return Failure(message, USAGE, kind=kind, name=name, **numbers)
 
 
@@ -52,8 +52,8 @@ def about_option(name: str) -> Iterator[None]:
 
 @contextmanager
 def user_code(file: str) -> Iterator[None]:
-    """Tell errors of user code, shown with their own traceback from `file` on, from our own errors about the model."""
-    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # they import torch, and --help does not
+    """Turn errors into failures: errors of user code with a traceback from `file` on, our own without traceback."""
+    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # these import torch, which --help must not
     from rotor_py import InfeasibleError, UnsupportedModelError
 
     try:
@@ -71,7 +71,7 @@ def user_code(file: str) -> Iterator[None]:
 def raised_by(
     code: str, error: BaseException, file: str, kind: str = "model_raised", *, chain: bool = False
 ) -> Failure:
-    """The failure for an error of user code: its traceback from `file` on, without our frames."""
+    """Make the failure for an error of user code: its traceback from `file` on, without frames of our packages."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
     while each is not None:

@@ -57,8 +57,8 @@ class CommandWithAliases(click.Command):
             args, script = args[: args.index("--")], tuple(args[args.index("--") + 1 :])
         if any(one == "--compile" and other in _COMPILE_MODES for one, other in pairwise(args)):
             raise click.UsageError(
-                "--compile takes no mode, and plans for Inductor's defaults; for another mode, but none that records "
-                'CUDA graphs, give Checkpointable compile="max-autotune-no-cudagraphs" in your code.',
+                "--compile takes no mode and uses Inductor's defaults; for another mode (without CUDA graphs), write "
+                'Checkpointable(..., compile="max-autotune-no-cudagraphs") in your code.',
                 ctx=ctx,
             )
         try:
@@ -98,41 +98,41 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 )
 @click.argument("model", type=click.Path())
 @click.option("--mem-limit", metavar="LIMIT", help="Peak of the step: 4GB, 512MiB, 80%. [default: 90% of free]")
-@click.option("--max-overhead", metavar="SHARE", help="Instead of a limit: the least with at most 10% more time.")
+@click.option("--max-overhead", metavar="SHARE", help="Find the least limit that costs at most 10% more time.")
 @click.option(
     "--device",
     metavar="DEVICE",
-    help="cpu, cuda or cuda:N; or some that need not be here: h100, a100-80, h100:8 (FSDP2 over eight), … "
-    "[default: cuda where there is one]",
+    help="cpu, cuda or cuda:N; or a device to simulate: h100, a100-80, h100:8 (FSDP2 over eight), … "
+    "[default: cuda if present]",
 )
-@click.option("--device-memory", metavar="SIZE", help="Plan for a device of so many bytes, which need not be here.")
-@_file("--device-file", help="A device that need not be here, as --calibrate prints.")
-@click.option("--dtype", metavar="DTYPE", help="Convert model and input first: bfloat16, float16, float32.")
-@click.option("--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype.")
+@click.option("--device-memory", metavar="SIZE", help="Simulate a device with this much memory.")
+@_file("--device-file", help="Simulate the device in a file such as --calibrate prints.")
+@click.option("--dtype", metavar="DTYPE", help="Convert model and input to bfloat16, float16 or float32.")
+@click.option("--precision", metavar="DTYPE", help="With h100:8: FSDP2 gathers parameters and computes in DTYPE.")
 @click.option(
     "--shard",
     type=click.Choice(["blocks", "whole"]),
-    help="With h100:8: parameters are gathered block by block, or all at once.  [default: blocks]",
+    help="With h100:8: FSDP2 gathers parameters block by block, or all at once.  [default: blocks]",
 )
-@click.option("--autocast", metavar="DTYPE", help="For a --device not here: a step under torch.autocast: bfloat16.")
-@click.option("--optimizer", metavar="NAME", help="Instead of the file's: adamw, adamw-fused, sgd-momentum.")
+@click.option("--autocast", metavar="DTYPE", help="On a simulated device: run steps under torch.autocast(DTYPE).")
+@click.option("--optimizer", metavar="NAME", help="Replace the file's optimizer: adamw, adamw-fused, sgd-momentum.")
 @click.option(
     "--batch",
     callback=lambda context, option, text: batch_of(text),
     metavar="N|max|best",
-    help="Samples in a batch; max: the most that fit, best: the most samples a second.",
+    help="Batch size; max: the largest that fits, best: the one with the most samples a second.",
 )
-@_number("--batch-multiple", default=1, metavar="N", help="Of --batch max or best: only multiples of N.")
-@_number("--grad-accumulation", metavar="SAMPLES", help="Of --batch max or best: so many make an optimizer step.")
+@_number("--batch-multiple", default=1, metavar="N", help="For --batch max or best: try only multiples of N.")
+@_number("--grad-accumulation", metavar="SAMPLES", help="For --batch max or best: samples per optimizer step.")
 @click.option("--input", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
 @click.option("--config", metavar="JSON", help="Configuration of a model class of transformers, as JSON or a file.")
-@_number("--slots", default=500, help="How finely memory is divided.")
-@_flag("--fresh-grads", help="Gradients are freed between steps: zero_grad(set_to_none=True).")
+@_number("--slots", default=500, help="Memory resolution of the solver.")
+@_flag("--fresh-grads", help="Your loop frees gradients between steps: zero_grad(set_to_none=True).")
 @_flag("--step-in-backward", help="The optimizer steps each parameter in the backward: step_in_backward=.")
 @click.option(
     "--keep",
     type=click.Choice(["bf16", "fp8", "int8"]),
-    help="Let stages be kept in fewer bits: gradients then differ. Without it, all is exact.",
+    help="Let stages save activations in fewer bits: gradients then differ. Without it, they are exact.",
 )
 @_number("--forwards-in-flight", default=1, help="Forwards before the first backward: 2 for a sum of two losses.")
 @click.option(
@@ -140,27 +140,27 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     type=click.Choice(["any", "reverse"]),
     default="any",
     show_default=True,
-    help="Of these forwards: reverse, the last one first, for a sum of losses. It allows faster plans.",
+    help="Order of their backwards; reverse (last forward first, as for a sum of losses) allows faster plans.",
 )
 @_flag("--verify", help="Train one step, and compare peak, time and gradients with the plain step.")
-@_flag("--compile", help="Have Inductor compile the stages, where that makes the plan faster.")
+@_flag("--compile", help="Compile stages with Inductor if that makes the plan faster.")
 @click.option(
-    "--offload", metavar="TIER", help="Where activations may wait, if that is faster: file:/path, or host (for CUDA)."
+    "--offload", metavar="TIER", help="Offload activations, if that is faster, to file:/path or to host (for CUDA)."
 )
-@_flag("--no-cache", help="Measure what an earlier run has measured, and keep nothing.")
+@_flag("--no-cache", help="Measure again, and cache no measurements.")
 @_file("--json", "json_file", help="Write the report as JSON; - is stdout.")
 @_file("--save", "plan_file", help="Write the plan for Checkpointable(model, plan=FILE).")
 @_file("--trace", "trace_file", help="Write the predicted step as a trace, for Perfetto.")
-@_file("--html", "html_file", help="Write the report as one page that loads nothing.")
-@_flag("--compare", help="Every strategy at this limit, in one table; --verify measures them too.")
-@_flag("--sweep", help="The curve of memory against time; needs no --mem-limit.")
+@_file("--html", "html_file", help="Write the report as one self-contained HTML page.")
+@_flag("--compare", help="Compare with every other strategy at this limit; --verify measures them too.")
+@_flag("--sweep", help="Show the curve of time against memory; needs no --mem-limit.")
 @_file("--plot", "plot_file", help="Draw the curve of --sweep as FILE.svg or FILE.png.")
 @_number("--pipeline", metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
-@_number("--microbatches", metavar="M", help="In a step. [default: 2 for each rank]")
+@_number("--microbatches", metavar="M", help="Microbatches in a step. [default: 2 for each rank]")
 @click.option(
     "--schedule", default="1f1b", show_default=True, help="gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole."
 )
-@_number("--virtual-stages", metavar="V", help="Parts on each rank. [interleaved: 2]")
+@_number("--virtual-stages", metavar="V", help="Parts of the model on each rank. [interleaved: 2]")
 @click.option(
     "--calibrate",
     is_flag=False,
@@ -169,10 +169,10 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     expose_value=False,
     callback=_calibrate,
     metavar="[DEVICE]",
-    help="Measure this machine's device, print a file for --device-file, and end. Needs no MODEL.",
+    help="Measure this machine's device, print a file for --device-file, and exit. Needs no MODEL.",
 )
-@_flag("--run", help="Of a script: go on after its first step, inside the limit.")
-@_flag("-q", "--quiet", help="No progress on the terminal while it works.")
+@_flag("--run", help="For a script: let it train on after its first step, inside the limit.")
+@_flag("-q", "--quiet", help="Show no progress.")
 @_flag("--traceback", help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
 def main(traceback: bool, **options: Any) -> None:
@@ -181,10 +181,10 @@ def main(traceback: bool, **options: Any) -> None:
     MODEL is file.py, file.py:name or package.module:name. The file defines `model` (a module, or a function that
     returns one) and `sample` (a tensor, tuple or dict, or a function of the batch size that returns one); `loss` (a
     function of the output) and `optimizer` (a function of the parameters) are optional. A model class of transformers
-    needs no file: it is made with random weights, as --config says.
+    needs no file: --config configures it, and its weights are random.
 
-    Any other file is a training script. It is run, with ARGUMENTS, up to where its first training step would change a
-    weight, and that step is planned; with --run it goes on inside the limit.
+    Any other file is a training script. The command runs it, with ARGUMENTS, until its first training step would change
+    a weight, and plans this step; with --run, the script trains on inside the limit.
     """
     # The CPU profiler, which measures memory, logs to stderr at its start. torch reads this variable on import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

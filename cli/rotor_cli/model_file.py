@@ -39,7 +39,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Contents of a model file; `sample`, and those that `sample_of` makes of a batch size, are on its device."""
+    """Contents of a model file. `sample` and the samples that `sample_of` makes of a batch size are on its device."""
 
     file: str
     name: str
@@ -67,7 +67,7 @@ def load(request: Request, target: Target) -> ModelFile:
     found = getattr(module, name, None)
     of_transformers = isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "config_class")
     if request.config is not None and not of_transformers:
-        message = f"--config is for a class of models of transformers, and {request.model} is none"
+        message = f"--config needs a model class of transformers, and {request.model} is none"
         raise usage("not_transformers", "--config", message)
     model: Any = found
     with user_code(file), target.making():
@@ -136,7 +136,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
     path = Path(location)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    # The file may import its neighbours, and its classes are found by module name; torch.py must not replace a module.
+    # Classes are looked up by module name, and the file may import its neighbours. A torch.py must not replace torch.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     with user_code(str(path)):
@@ -153,10 +153,10 @@ def _made_by(sample: Any, batch: int | None) -> Any:
 
 
 def with_batch(sample: Any, batch: int) -> Any:
-    """The sample with `batch` rows, repeated or cut. Needs at least one row."""
+    """Repeat or cut the rows of a sample to `batch` rows. Needs at least one row."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        # Scalars have no rows, and empty tensors cannot be repeated.
+        # Leave scalars, which have no rows, and empty tensors, which cannot be repeated.
         if tensor.dim() == 0 or len(tensor) in (0, batch):
             return tensor
         return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)
@@ -165,7 +165,7 @@ def with_batch(sample: Any, batch: int) -> Any:
 
 
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
-    """`given` if it is a function of the batch size; otherwise one that scales the first dimension of `made`."""
+    """Return `given` if it is a function of the batch size, else one that scales the first dimension of `made`."""
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
         return given  # type: ignore[no-any-return] # of the model file
 
@@ -182,19 +182,19 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
 
 
 def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Keyword arguments of a training step: `given` or a default as the main input, and labels."""
+    """Make the keyword arguments of a training step: `given` or a default as the main input, and labels."""
     accepted = inspect.signature(model.forward).parameters
     name = model.main_input_name
     if given is None:
         if name != "input_ids":
-            message = f"the input of {type(model).__name__} is {name!r}; say its shape, as in --input 8,3,224,224"
+            message = f"the input of {type(model).__name__} is {name!r}; give its shape, as in --input 8,3,224,224"
             raise usage("no_shape", "--input", message)
         given = torch.zeros(8, _LENGTH, dtype=torch.int64)
     sample = {name: given}
     if name == "input_ids" and (vocabulary := getattr(model.config, "vocab_size", None)):
         sample[name] = torch.randint(int(vocabulary), tuple(given.shape))
     if "labels" in accepted:
-        # Language models are labelled by the text itself, classifiers by one number per sample.
+        # The labels of a language model are the text itself, those of a classifier one number per sample.
         words = name == "input_ids" and "Classification" not in type(model).__name__
         sample["labels"] = sample[name].clone() if words else torch.zeros(len(given), dtype=torch.int64)
     return sample
@@ -215,7 +215,7 @@ def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
 
 
 def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """A factory of the `torch.optim` optimizer with this lowercase name and variant, such as `adamw-fused`."""
+    """Return a factory for a `torch.optim` optimizer by lowercase name and variant, such as `adamw-fused`."""
     known: dict[str, Any] = {
         name.lower(): each
         for name, each in vars(torch.optim).items()
@@ -231,12 +231,12 @@ def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.opti
     variants = {key: options for key, options in _VARIANTS.items() if options.keys() <= takes}
     if variant not in variants:
         there = ", ".join((base, *(f"{base}-{key}" for key in variants)))
-        raise usage("bad_value", "--optimizer", f"--optimizer {text!r} is no variant; there is {there}")
+        raise usage("bad_value", "--optimizer", f"--optimizer {text!r} is unknown; choose {there}")
     return partial(known[base], **variants[variant])
 
 
 def configuration(text: str | None) -> dict[str, Any]:
-    """Settings from JSON text, or a file of it. Raises Failure if it is neither."""
+    """Read settings from JSON text or a JSON file. Raises Failure if `text` is neither."""
     example, wrong = "'{\"n_layer\": 8}'", partial(usage, "bad_value", "--config")
     if text is None:
         return {}

@@ -1,4 +1,4 @@
-"""Check MODEL and its file's text before any import: a script might train, and importing torch takes seconds."""
+"""Check MODEL and the text of its file before any import: a script might train, and importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DYNAMIC = {"exec", "globals", "setattr", "vars"}  # Functions that may define n
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Split into file or module, and name. Raises Failure if the text names neither."""
+    """Split MODEL into a file or module, and a name. Raises Failure if it names neither file nor module."""
     location, colon, name = (target, ":", "model") if target.endswith(".py") else target.rpartition(":")
     if not colon:
         kind, found = (
@@ -86,13 +86,13 @@ def refuse_file_without(name: str, file: str) -> None:
 
 
 def defines(path: str, names: Iterable[str]) -> bool:
-    """Whether importing the file defines all of these names; True if its text does not tell."""
+    """Whether importing the file defines all of these names; True if this cannot be told from its text."""
     found = defined_names(path)
     return found is None or set(found).issuperset(names)
 
 
 def defined_names(path: str) -> tuple[str, ...] | None:
-    """Names that importing the file may define, in order; None if its text does not tell."""
+    """Names that importing the file may define, in order; None if they cannot be told from its text."""
     try:
         tree = ast.parse(Path(path).read_bytes())
         dynamic = _is_dynamic(tree)
@@ -105,7 +105,7 @@ def defined_names(path: str) -> tuple[str, ...] | None:
 
 
 class _Imported(ast.NodeTransformer):
-    """Drops what importing the file skips."""
+    """Drops code that an import skips, under `if __name__ == "__main__"`."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if _is_main_guard(node.test):

@@ -121,10 +121,10 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         )
     except InfeasibleError as error:
         least, limit = error.min_bytes, error.mem_limit
-        # Another division of a rank's limit among its parts might need less.
-        why = ", since each of its parts has a share of its own" if request.schedule == "interleaved" else " at least"
+        # "At least" would be wrong: another division of a rank's limit among its parts might need less.
+        why = ", since its parts divide the limit" if request.schedule == "interleaved" else " at least"
         message = (
-            f"wherever the model is cut for {ranks} ranks, one that has {exact_bytes(limit)} needs {exact_bytes(least)}"
+            f"wherever the model is cut for {ranks} ranks, a rank with {exact_bytes(limit)} needs {exact_bytes(least)}"
             f"{why}; try smaller microbatches, more ranks, or a limit of {limit_text(least)}"
         )
         raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
@@ -186,7 +186,7 @@ def _parts(facts: PipelineFacts) -> Table:
 
 
 def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
-    """JSON output in seconds and bytes, as the keys say. Sequences number the stages of a part from 0."""
+    """Return the JSON output, with units in its keys. Sequences number the stages of a part from 0."""
     plan, best = facts.plan, facts.best_equal
     return {
         "schema": SCHEMA,

@@ -52,7 +52,7 @@ from rotor_solver import store_all, watched
 def plan(request: Request) -> Facts:
     with activities(quiet=request.quiet) as shown:
         target = target_of(request)
-        # Parse before the model is loaded, which may take long, to report typos at once.
+        # Parse the limit before loading the model, which may take long, so that typos are reported at once.
         limit, chosen = None, None
         if request.limited and request.overhead is None:
             with target.measuring():
@@ -68,7 +68,7 @@ def plan(request: Request) -> Facts:
                     refuse_optimizer(found.optimizer)
             with target.measuring():
                 refuse_offload(request)
-                # Enter again, so that operations that a model must not do here are explained.
+                # Enter `measuring` again inside `user_code`, so that its errors explain unsupported operations.
                 with user_code(found.file), target.measuring():
                     if request.batch_aim is None:
                         network = _measured_network(found, limit, request, shown, target)
@@ -105,7 +105,7 @@ def facts_of(
         with watched(shown.doing("solving")):
             facts = _plan(facts, network, limit, request)
         if simulated is not None:
-            shown.doing("following")(0, 0, "a step by the plan")
+            shown.doing("simulating")(0, 0, "a planned step")
             with user_code(found.file), target.measuring():
                 facts = _reserve(facts, network, found, request, target)
     if request.plan_file is not None:
@@ -137,7 +137,7 @@ def _step(network: Checkpointable, found: ModelFile, request: Request, target: T
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
-    """Facts before planning: everything stored, no limit."""
+    """Return the facts before planning: everything stored, without a limit."""
     assert network.budget is not None
     assert network.inspection_values is not None
     stored = store_all(network.budget.chain)
@@ -175,7 +175,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         sequence = network.compute_sequence()
     except InfeasibleError as error:
         if not request.quiet:
-            # Stage costs show where to cut. Not on stdout, where a script expects a plan.
+            # Show stage costs, which tell where to cut, on stderr: a program expects only a plan on stdout.
             console(stderr=True).print(stage_table(facts, costs_alone=True), "", sep="\n")
         raise failed(error, INFEASIBLE) from error
     # The limit decides which stages are compiled, and so the costs.
@@ -198,7 +198,7 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
 
 
 def solver_options(request: Request) -> dict[str, Any]:
-    """The options that a request passes on to `Checkpointable` as they are."""
+    """Return the options that are passed to `Checkpointable` unchanged."""
     return {
         "mem_slots": request.slots,
         "forwards_in_flight": request.forwards_in_flight,
@@ -212,7 +212,7 @@ def solver_options(request: Request) -> dict[str, Any]:
 def _measured_network(
     found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target
 ) -> Checkpointable:
-    """Measure on the sample; raise InfeasibleError if the step is known before that to exceed `limit` bytes."""
+    """Measure on the sample. Raises InfeasibleError before measuring if the step certainly exceeds `limit` bytes."""
     network = Checkpointable(
         found.model,
         mem_limit=limit,
@@ -264,7 +264,7 @@ def _choose(found: ModelFile, limit: int | None, request: Request, shown: Activi
 
 
 class _Ended(BaseException):
-    """Ends the script once its first training step is known. The script's `except Exception` does not stop it."""
+    """Ends the script once its first training step is known. An `except Exception` in the script does not catch it."""
 
 
 @dataclass(slots=True)
@@ -275,7 +275,7 @@ class _Known:
 
 
 def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
-    """Run the script up to the first step of its optimizer, and deliver the plan for it; with `--run`, go on by it."""
+    """Run the script up to its optimizer's first step, and deliver the plan; with `--run`, train on by the plan."""
     known = _Known()
 
     def plan(step: FirstStep) -> Facts:
@@ -320,7 +320,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     )
     with main_module(request.model, request.script_arguments or ()) as module:
         try:
-            # The answer goes to stdout; the script's output does not, unless it is to run.
+            # Without --run, stdout is for the answer, and the script's output goes to stderr.
             printing = nullcontext() if request.run else redirect_stdout(sys.stderr)
             with printing, _ending(request, module, known), first.watched():
                 run_script(module)
@@ -330,7 +330,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
             raise known.failure
         if known.facts is None:
             assert known.step is not None
-            known.step.network.model.to(known.step.network.device)  # some trainers move it away when they end
+            known.step.network.model.to(known.step.network.device)  # some trainers move the model away at their end
             known.facts = plan(known.step)
     return known.facts
 
@@ -345,7 +345,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
         raise
     except BaseException as error:
         if known.step is not None and known.facts is None:
-            return  # ended on purpose at the first step, which the script may have turned into an error of its own
+            return  # `stepping` ended the script on purpose; the script may have raised another error from that
         match error:
             case NoTrainingStepError() if request.explicit_script:
                 raise usage("no_training_step", name, f"{name} took no training step: {error}") from error
@@ -354,7 +354,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
                 message = f"{defines_not(request.model, vars(module), required)}; run as a script, {error}"
                 message += f". A file that works:\n\n{EXAMPLE}"
                 raise usage("no_training_step", request.model, message) from error
-            case InfeasibleError():  # of a later and larger batch, in a script that runs
+            case InfeasibleError():  # from a later, larger batch, with --run
                 raise failed(error, INFEASIBLE) from error
             case UnsupportedModelError():
                 raise failed(error) from error
@@ -370,7 +370,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
 
 @contextmanager
 def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
-    """Install the `__main__` module that `run_script` fills, and that child processes find, and the script's `sys`."""
+    """Install the script's `__main__` module, which child processes find, `sys.argv` and `sys.path`."""
     file = str(Path(path).resolve())
     module = ModuleType("__main__")
     module.__dict__.update(__file__=file, __loader__=SourceFileLoader("__main__", file), __builtins__=__builtins__)
@@ -386,6 +386,6 @@ def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 def run_script(module: ModuleType) -> None:
-    # Not by runpy, which clears the module at the script's end.
+    # Do not use runpy, which clears the module at the script's end.
     file = str(module.__file__)
     exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)

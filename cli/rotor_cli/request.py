@@ -1,4 +1,4 @@
-"""The parsed options of the command, and the refusal of those that cannot be followed."""
+"""The parsed options of the command, and checks that refuse impossible combinations."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Request:
 
     @property
     def of_model_files(self) -> list[str]:
-        """Given options that apply to model files only; a script decides them itself."""
+        """The given options that apply to model files only, since a script decides them itself."""
         names = "device device_memory device_file dtype precision shard autocast optimizer batch input config pipeline"
         given = [name for name in (*names.split(), "step_in_backward") if getattr(self, name) not in (None, False)]
         return ["--" + name.replace("_", "-") for name in given]
@@ -116,7 +116,7 @@ class Request:
 
     @property
     def limited(self) -> bool:
-        """Whether to plan for one limit; a sweep alone has none."""
+        """Whether to plan for a single limit; a sweep by itself covers all limits."""
         others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
         given = (self.batch_aim, self.mem_limit, self.max_overhead)
         return not self.sweep or any(others) or any(each is not None for each in given)
@@ -130,15 +130,15 @@ class Request:
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
-# Impossible requests are refused before the model is loaded, so that a typo does not cost minutes. rotor_py is imported
-# per option, since `--help` does not need it.
+# The command refuses impossible requests before it loads the model, so that a typo does not cost minutes. Rules import
+# rotor_py only for options that need it, since `--help` does not.
 
 
 _SOME_DEVICE = 10**12  # Bytes of a stand-in device: validates a share before the device is known
 _IMAGES = (".svg", ".png")
 _EXCLUDED, _NEEDS = "excluded_together", "needs_option"
 
-# Whether a request breaks a rule; then the kind, the option and the sentence of the failure
+# For each rule: whether the request breaks it, and the kind, the option and the message of the failure
 _Rules = Iterator[tuple[object, str, str, str]]
 
 
@@ -158,12 +158,12 @@ def refuse_wrong_use(request: Request) -> None:
 def _script(request: Request) -> _Rules:
     if not request.explicit_script:
         return
-    message = f"{request.model} is no script, and -- is followed by the arguments of one: train.py -- --epochs 3"
+    message = f"{request.model} must be a script before --, as in train.py -- --epochs 3"
     yield not request.model.endswith(".py"), "not_a_script", request.model, message
     for option in request.of_model_files:
-        message = f"{option} is for a model file; a script decides that itself: give it what it takes after --"
+        message = f"{option} needs a model file; for a script, use the script's own options after --"
         yield True, "not_for_a_script", option, message
-    message = "--verify takes steps of its own, and --run lets the script train; leave one of them out"
+    message = "leave out --verify or --run: --verify takes steps of its own, and --run lets the script train"
     yield request.run and request.verify, _EXCLUDED, "--verify", message
     message = "with --run, stdout is the script's; give --json the name of a file"
     yield request.run and request.json_file == "-", _EXCLUDED, "--json", message
@@ -184,7 +184,7 @@ def _device(request: Request) -> _Rules:
         from rotor_py.estimation.device_table import find_devices, split_count
 
         device = request.device or ""
-        message = f"--device {device} is of this machine; --device-memory and --device-file are about one that is not"
+        message = f"leave out --device {device}, of this machine: --device-memory and --device-file simulate a device"
         yield HERE.fullmatch(device), _EXCLUDED, "--device", message
         with about_option("--device"):
             if device and request.device_file is None:
@@ -193,17 +193,17 @@ def _device(request: Request) -> _Rules:
         refused = {
             "--verify": (request.verify, "trains a step on the device"),
             "--compile": (request.compile, "compiles the stages for the device, and measures them there"),
-            "--offload": (moves and request.offload != "host", "measures how fast a file is beside the device"),
+            "--offload": (moves and request.offload != "host", "to a file measures copies from the device"),
             f"--batch {request.batch}": (moves and request.batch_aim, "with --offload trains steps on the device"),
             "--pipeline": (request.pipeline, "measures a microbatch on the device"),
         }
         for option, (given, does) in refused.items():
-            yield given, _EXCLUDED, option, f"{option} {does}, which is not here; leave out --device {device}".rstrip()
-    message = "--precision is for parameters that several devices share; write --device h100:8, or --dtype"
+            yield given, _EXCLUDED, option, f"{option} {does}, which is simulated; leave out --device {device}".rstrip()
+    message = "--precision needs several devices that share parameters; write --device h100:8, or --dtype"
     yield request.precision is not None and not several, _NEEDS, "--precision", message
     message = "--shard divides parameters among several devices; write --device h100:8"
     yield request.shard is not None and not several, _NEEDS, "--shard", message
-    message = "add --device h100 to --autocast; here, the model's forward, or a script, can enter torch.autocast itself"
+    message = "--autocast needs a simulated --device; on a real one, the forward or a script can enter torch.autocast"
     yield request.autocast is not None and not request.simulated, _NEEDS, "--autocast", message
 
 
@@ -218,7 +218,7 @@ def _values(request: Request) -> _Rules:
 
         with about_option("--device-file"):
             tables_in(Path(request.device_file))
-    message = "--mem-limit and --max-overhead both say how to plan; give one of them"
+    message = "give --mem-limit or --max-overhead, not both: each of them chooses the limit"
     yield request.overhead is not None and request.mem_limit is not None, _EXCLUDED, "--max-overhead", message
 
 
@@ -235,7 +235,7 @@ def _files(request: Request) -> _Rules:
     if request.plot_file is not None:
         from rotor_solver.frontier import require_matplotlib
 
-        yield not request.sweep, _NEEDS, "--plot", "--plot draws what --sweep finds; add --sweep"
+        yield not request.sweep, _NEEDS, "--plot", "--plot draws the curve of --sweep; add --sweep"
         message = f"--plot {request.plot_file!r} is no image that can be drawn; write a file ending in .svg or .png"
         yield Path(request.plot_file).suffix.lower() not in _IMAGES, "not_an_image", "--plot", message
         try:
@@ -252,7 +252,7 @@ def _pipeline(request: Request) -> _Rules:
             "--schedule": request.schedule != "1f1b",
         }
         for option, given in of_pipelines.items():
-            yield given, _NEEDS, option, f"{option} is about a pipeline; add --pipeline RANKS"
+            yield given, _NEEDS, option, f"{option} needs a pipeline; add --pipeline RANKS"
         return
     of_one_process = {
         "--max-overhead": request.max_overhead,
@@ -282,12 +282,12 @@ def _batch(request: Request) -> _Rules:
     aim, effective, multiple = request.batch_aim, request.grad_accumulation, request.batch_multiple
     if aim is None:
         for option, given in (("--batch-multiple", multiple != 1), ("--grad-accumulation", effective is not None)):
-            yield given, _NEEDS, option, f"{option} is for a batch that is chosen; add --batch max or --batch best"
+            yield given, _NEEDS, option, f"{option} needs a choice of batches; add --batch max or --batch best"
         return
-    message = f"--batch {aim} looks for a batch inside a limit; give --mem-limit instead of --max-overhead"
+    message = f"--batch {aim} needs a limit to choose a batch for; give --mem-limit instead of --max-overhead"
     yield request.max_overhead is not None, _EXCLUDED, "--max-overhead", message
     for option, given in (("--compile", request.compile), ("--step-in-backward", request.step_in_backward)):
-        message = f"--batch {aim} is for plain steps; leave out {option}, and plan with it for the batch found"
+        message = f"--batch {aim} cannot be combined with {option}; choose a batch first, then plan it with {option}"
         yield given, _EXCLUDED, option, message
     if effective is not None:
         message = "--grad-accumulation adds gradients up over several batches, and --fresh-grads frees them in between"
@@ -300,7 +300,7 @@ def _step(request: Request) -> _Rules:
     several, moves = request.forwards_in_flight > 1, request.offload is not None
     message = "--step-in-backward steps parameters in the first backward; leave out --forwards-in-flight"
     yield request.step_in_backward and several, _EXCLUDED, "--step-in-backward", message
-    message = "--backward-order is about several forwards in flight; add --forwards-in-flight 2"
+    message = "--backward-order needs several forwards in flight; add --forwards-in-flight 2"
     yield request.backward_order != "any" and not several, _NEEDS, "--backward-order", message
     message = "--offload moves what the stages of one forward save; leave out --forwards-in-flight"
     yield moves and several, _EXCLUDED, "--forwards-in-flight", message

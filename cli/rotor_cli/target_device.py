@@ -1,4 +1,4 @@
-"""The planned device, on this machine or simulated, and its limit."""
+"""The device to plan for, on this machine or simulated, and its limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 class Target:
     device: torch.device
     simulated: SimulatedDevices | None = None  # The simulated devices; None if measured on this machine
-    autocast: torch.dtype | None = None  # Autocast dtype of steps; None if they enter a region themselves, or none
+    autocast: torch.dtype | None = None  # Autocast dtype around steps; None for no region
 
     def making(self) -> AbstractContextManager[object]:
         return nullcontext() if self.simulated is None else self.simulated.making()
@@ -67,7 +67,7 @@ class Target:
 
 
 def dtype_called(name: str, option: str) -> torch.dtype:
-    """The floating-point dtype `name`: `bfloat16`, `bf16`. Raises Failure for `option` otherwise."""
+    """Return the floating-point dtype `name`, such as `bfloat16` or `bf16`. Raises Failure about `option` otherwise."""
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise usage("bad_value", option, f"{option} {name!r}: write bfloat16, float16 or float32")
@@ -75,7 +75,7 @@ def dtype_called(name: str, option: str) -> torch.dtype:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device `name` of this machine; by default CUDA's current device if there is one, else the CPU."""
+    """Return the device `name` of this machine; by default the current CUDA device, or the CPU if there is none."""
     if name is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = name.partition(":")
@@ -87,7 +87,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def target_of(request: Request) -> Target:
-    """The device of the model: on this machine and measured, or simulated from the table or a file."""
+    """Return the device to plan for: a measured one of this machine, or a simulated one of the table or a file."""
     text, file = request.device, request.device_file
     if not request.simulated:
         return Target(device_of(text))
@@ -100,7 +100,7 @@ def target_of(request: Request) -> Target:
     if request.device_memory is not None:
         size = parse_bytes(request.device_memory)
         each = devices.each
-        if text is None and file is None:  # nothing else is known of it
+        if text is None and file is None:  # only the memory of the device is known
             name = f"a device of {format_bytes(size)}"
             each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
         with about_option("--device-memory"):

@@ -39,7 +39,7 @@ def verified(facts: Facts, found: Verification) -> Text:
         f"of the prediction), measured time {format_seconds(found.measured_step_seconds)}"
     )
     if found.plain_step_seconds is None or found.plain_peak_bytes is None or found.max_grad_difference is None:
-        said += "; the plain step does not fit into this device, so nothing could be compared with it"
+        said += "; the plain step does not fit this device, so there is nothing to compare with"
     else:
         overhead = found.measured_step_seconds / found.plain_step_seconds - 1
         other, step, beside = "plain", "plain step", ""
@@ -50,7 +50,7 @@ def verified(facts: Facts, found: Verification) -> Text:
         differ = f"{compared} and buffers differ by at most {found.max_grad_difference:g}{beside}"
         if (rounded := found.rounded) is not None:
             error = f"{rounded.gradient_error:.2g} of their length"
-            differ = f"with what is kept in {rounded.word}, {compared} differ by {error}{beside}"
+            differ = f"with activations kept in {rounded.word}, {compared} differ by {error}{beside}"
         said += (
             f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "
             f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; {differ}"
@@ -62,7 +62,7 @@ def verified(facts: Facts, found: Verification) -> Text:
 
 
 def usage_lines(facts: Facts, saved_plan: str | None) -> str:
-    """Three lines of Python that use the plan, from the file `saved_plan` if there is one."""
+    """Return the lines of Python that use the plan, read from the file `saved_plan` if there is one."""
     argument, others = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}", facts.arguments
     if saved_plan:  # options that a plan file omits: tier, low-precision format, optimizer
         again = ("step_in_backward=", "keep=", *(("offload=",) if facts.sequence.moves is not None else ()))
@@ -84,7 +84,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
 
 
 def typed(limit: int, peak: int) -> str:
-    """A limit as Python writes it: exactly, or rounded if that leaves room for the plan."""
+    """Format a limit for Python: rounded down to hundredths if the plan's peak still fits, else exactly."""
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
         if limit >= 10**power:
             hundredths = limit * 100 // 10**power
@@ -94,7 +94,7 @@ def typed(limit: int, peak: int) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal; if piped, $COLUMNS or 100 columns."""
+    """Make a console as wide as the terminal; if output is piped, as wide as $COLUMNS, or 100 columns."""
     width = None
     if not Console(stderr=stderr).is_terminal:
         columns = os.environ.get("COLUMNS", "")
@@ -135,7 +135,7 @@ def curve(sweep: Sweep, title: str, width: int, overhead: float | None = None) -
             ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
         )
         outside = any(arrow in line for line in lines for arrow in ARROWS)
-        arrows = "; arrows: further out than the chart" if outside else ""
+        arrows = "; arrows: outside the chart" if outside else ""
         shown += ["", *_drawn(f"more time, by the limit of the whole step{arrows}", lines)]
     legend = plain_table("", "at its least", "peak", "overhead", left=("",), folded=("at its least",))
     for letter, point in sweep.lettered():
@@ -161,11 +161,11 @@ def chart(
     top: str,
     ends: tuple[str, str],
 ) -> list[str]:
-    """Draw lines of at most `width` characters, for a curve of (x, y), x increasing and y decreasing to the least.
+    """Draw a step function in `height` lines of at most `width` characters.
 
-    From each x to the next, the curve is at its y. Draws every mark (letter, x, y): next to a letter that has its
-    position; at the edge, with an arrow, if outside. `top` labels the largest y, `ends` the least and the largest x.
-    The least y is 0.
+    `curve` has points (x, y) with increasing x and decreasing y, each valid up to the next x. Draws every mark (letter,
+    x, y): beside a letter in the same position, or at the edge, with an arrow, if outside. The y axis starts at 0.
+    `top` labels the largest y, `ends` the least and the largest x.
     """
     columns, highest = width - _LABEL - 2, max(y for _, y in curve)
     left, right = curve[0][0], curve[-1][0]
@@ -182,7 +182,7 @@ def chart(
     for column in range(columns):
         x = right if column == columns - 1 else left + (right - left) * column / (columns - 1)
         row = row_of(curve[bisect.bisect_right(starts, x) - 1][1])
-        # Dots join steps; otherwise points in neighbouring columns would not look like one curve.
+        # Dots join the steps, so that points in neighbouring columns look like one curve.
         for between in range(row if before is None else before + 1, row):
             cells[between][column] = FILL
         cells[row][column] = LINE
@@ -220,7 +220,7 @@ PLANNED, STORED, CHOSEN = "●", "○", "◆"
 
 
 def batches(choice: BatchChoice, width: int) -> RenderableType:
-    """The points of a choice over the logarithm of the batch."""
+    """Draw the throughput of a choice's points over the logarithm of the batch."""
     caption = f"samples a second by the batch: {PLANNED} by the fastest plan, {STORED} storing everything, "
     return Group(*_drawn(f"{caption}{CHOSEN} this batch", batch_chart(choice, min(width, _WIDEST))))
 
@@ -230,7 +230,7 @@ def batch_chart(choice: BatchChoice, width: int) -> list[str]:
     first, last = math.log(points[0].batch), math.log(points[-1].batch)
     highest = max(max(point.samples_per_second, point.stored_per_second or 0.0) for point in points)
     cells = [[" "] * columns for _ in range(_BATCH_HEIGHT)]
-    # The last marks cover the first: where storing everything fits, nothing has to be recomputed.
+    # Later marks cover earlier ones: where storing everything fits, the fastest plan is the same.
     marks = [
         *((point.batch, point.samples_per_second, PLANNED) for point in points),
         *((point.batch, point.stored_per_second, STORED) for point in points if point.stored_per_second is not None),

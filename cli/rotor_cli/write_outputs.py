@@ -56,7 +56,7 @@ def write_outputs(facts: Facts, request: Request) -> None:
 
 
 def json_report(facts: Facts) -> dict[str, Any]:
-    """JSON of `--json`. Without a limit, it has neither "mem_limit" nor "plan"."""
+    """Return the data of `--json`. Without a limit, they have neither "mem_limit" nor "plan"."""
     names = facts.measurement.names
     rounded = {names[stage]: word for stage, word in sorted(rounded_stages(facts.chain, facts.sequence).items())}
     data: dict[str, Any] = {
@@ -115,7 +115,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             peaks["reserved_expandable_bytes"] = reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
         data["prediction"] = facts.basis.as_data(peaks, seconds)
-        # Ranges are separate keys: the plan was solved with the plain numbers.
+        # Ranges get keys of their own, since the plan was solved with single numbers.
         for key, value in (("plan", facts.step_seconds), ("store_all", facts.store_all_seconds)):
             data[key]["step_seconds_range"] = list(facts.basis.seconds(value))
     if not facts.limited:
@@ -124,7 +124,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
 
 
 def picked(found: object, names: str) -> dict[str, Any]:
-    """The fields of `found` with these names, separated by spaces, as keys of JSON."""
+    """Return the fields of `found` named in `names`, which separates them by spaces, for JSON."""
     return {name: getattr(found, name) for name in names.split()}
 
 
@@ -140,7 +140,7 @@ def _stages(facts: Facts) -> list[dict[str, Any]]:
     rows = zip(measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True)
     for name, cost, ways, action in rows:
         costs = {way.name: picked(way.cost, "forward_seconds backward_seconds saved_bytes") for way in ways}
-        # Variants of "in part" recompute less or more.
+        # Report "in part" if present, else a variant of it, which recomputes less or more.
         in_part = [costs[key] for key in sorted(costs, key=lambda key: key != "in part") if key.startswith("in part")]
         numbers = picked(cost, _STAGE_NUMBERS)
         found.append({"name": name, **numbers, "in_part": next(iter(in_part), None), "ways": costs, "action": action})
@@ -185,12 +185,12 @@ OUT, BACK = 16, 17
 _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
 _COPIES = {OUT: "copies out", BACK: "copies back"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
-_SHARE = 0.03  # Drawn share of the optimizer step: just wide enough to be seen
+_SHARE = 0.03  # Width of the optimizer step as a share of the step: just enough to be seen
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 
 def trace(facts: Facts) -> dict[str, Any]:
-    """The step as JSON of the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes."""
+    """Return the step in the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes."""
     copies = list(_copies(facts))
     tracks = {**_TRACKS, **_COPIES} if copies else _TRACKS
     events = [*_heads("predicted step", PREDICTED, tracks), *_predicted(facts), *copies]
@@ -280,5 +280,5 @@ def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
 
 
 def _microseconds(seconds: float) -> float:
-    """Round to eighths, exact as binary fractions: Perfetto drops a slice that ends after the next one begins."""
+    """Round to eighths, whose sums are exact: Perfetto drops a slice that ends after the next one begins."""
     return round(seconds * 8e6) / 8

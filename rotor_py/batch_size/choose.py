@@ -4,9 +4,9 @@
 #
 #  1. Two small batches are measured stage by stage: 2 and 4, or smaller ones if 4 might not fit. Lines through measured
 #     bytes choose the next batch to measure, until two batches are known (`largest`): the largest that fits, and the
-#     largest that fits without recomputation. No step runs out of memory on trial: other processes would hang.
+#     largest that fits without recomputation. No trial step may run out of memory: other processes would hang.
 #  2. The search for the best batch interpolates costs between measured batches (`Curve`) and measures the batch that it
-#     finds. This changes the interpolation, so the search repeats, a few times. The answer is always a measured batch.
+#     finds. The measurement changes the interpolation, so both repeat a few times. The answer is a measured batch.
 #  3. Real steps check the peak. If it exceeds the limit, only smaller batches remain candidates, and the search repeats
 #     with the known costs. In "best", the two batches of rule 1 take real steps, too, and the fastest batch wins.
 #  4. Processes that train together decide from the same costs, the maximum over all of them (`agreed_costs`). So all
@@ -192,7 +192,7 @@ def _probe(batches: MeasuredBatches) -> bool:
 
 
 def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, stored: bool) -> Largest | None:
-    """Find the largest batch that fits with everything `stored`; if False, with any plan."""
+    """Find the largest batch that fits: with everything `stored`, or, if False, with any plan."""
 
     def needs(batch: int) -> int:
         costs = batches.of(batch)

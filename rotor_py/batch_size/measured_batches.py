@@ -55,7 +55,7 @@ class MeasuredBatches:
     ) -> None:
         for name in _EXCLUDED:
             if options.pop(name, None) not in (None, False):
-                message = f"{name}= cannot choose a batch; choose a batch without it, then plan for that batch with it"
+                message = f"choose a batch without {name}=, then plan for that batch with it"
                 raise InvalidValueError(message, kind="excluded", name=name)
         self.costs: dict[int, StepCosts] = {}
         self.limit, self.fresh_grads, self.slots = limit, fresh_grads, options.get("mem_slots", 500)
@@ -65,7 +65,7 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """Measure the costs of a batch, once. Raises UnsupportedModelError if larger batches have no larger samples."""
+        """Measure the costs of a batch, once. Raises UnsupportedModelError if samples do not grow with the batch."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
@@ -150,11 +150,11 @@ class MeasuredBatches:
         return int(self.agreed(min(peaks)))
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
-        """Return the bytes by which a plan within `mem_limit` reserves more than a simulated device has."""
+        """Return how many bytes of a plan within `mem_limit` a simulated device cannot reserve."""
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Return the least seconds of forward, loss and backward by batch. Batches take turns, so load slows all."""
+        """Return the least seconds of forward, loss and backward by batch. Batches run in turns, so load slows all."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():

@@ -1,8 +1,8 @@
-"""Find the largest and the best batch within a limit from few measured batches.
+"""Search for the largest and the fastest batch within a limit, with few measurements.
 
 Bytes and seconds of a stage are affine in the batch: a constant part (weights, kernel launches) plus a part per sample.
-They are only piecewise affine, since a peak is a maximum of affine sums and libraries change kernels with the batch. So
-each number is interpolated between the two nearest measured batches.
+Costs are only piecewise affine, since a peak is a maximum of affine sums and libraries change kernels with the batch.
+So each cost is interpolated between the two nearest measured batches.
 """
 
 from __future__ import annotations

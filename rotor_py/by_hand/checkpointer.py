@@ -78,7 +78,7 @@ class ActivationCheckpointer:
         return whole_number(layer_idx, "layer_idx") % n == 0 if n else False
 
     def save(self, layer_idx: int, activation: Any) -> None:
-        """Store the output of a checkpoint layer, replacing an earlier one. For other layers, count its bytes.
+        """Store the output of a checkpoint layer, replacing an earlier one. Of other layers, only count the bytes.
 
         Raises CheckpointLimitError (a ValueError) beyond `max_checkpoints`, and ValueError for a negative or
         non-integer index.
@@ -180,8 +180,8 @@ class ActivationCheckpointer:
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
         """Run the layers as one tape in the caller's autograd graph; its backward recomputes from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # The executor stores the input of every segment except the last. It saves all activations of the last segment,
-        # which the backward needs first.
+        # The executor stores the input of every segment except the last. Of the last, it saves all activations, which
+        # the backward needs first.
         shared = [start - 1 for start in starts[1:-1]]
         self._stored_layers -= {*shared}
         store = ActivationStore(self._half)

@@ -50,9 +50,9 @@ class ActivationCheckpointing(nn.Module):
         return self.training and 0 < self.fn_checkpoint_level <= self.training_checkpoint_level
 
     def forward(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """Return `fn(*args, **kwargs)`, checkpointed if `checkpoints`.
+        """Return `fn(*args, **kwargs)`, checkpointed if the property `checkpoints` is True.
 
-        `use_reentrant` is passed to `torch.utils.checkpoint`. True with keyword arguments raises ValueError there.
+        `use_reentrant` goes to `torch.utils.checkpoint`, which raises ValueError for True with keyword arguments.
         """
         if not self.checkpoints or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
@@ -121,7 +121,7 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
     unlike = AssignedLevel(0, f"{type(module).__name__} is a list of unlike parts")
     runs = isinstance(module, nn.Sequential)  # a ModuleList does not tell whether its parts run in a row
     if _is_named(_WHOLE, name, module) and weights > 1:
-        return AssignedLevel(5, f"{_called(name, module)} is a whole one by its name")
+        return AssignedLevel(5, f"{_called(name, module)} is an encoder or decoder by its name")
     if highest >= 4:
         return _holding(module, highest)
     if highest in (2, 3):
@@ -130,7 +130,7 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
             return AssignedLevel(4, f"{count} × {kind} in a row are a group")
         return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else unlike
     if weights <= 1:
-        return AssignedLevel(1, "one layer and what belongs to it") if runs else unlike
+        return AssignedLevel(1, "one layer with weights, and layers without") if runs else unlike
     if weights >= _GROUP:
         return AssignedLevel(4, f"{weights} single layers in a row are a group")
     return AssignedLevel(2, f"{weights} single layers are a small block") if runs else unlike
@@ -152,16 +152,16 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
     # If one block has all the weights, the other children are norms and dropout around it.
     whole = [each for each in blocks if _weights(each) == weights]
     if len(whole) == 1:
-        return AssignedLevel(highest, f"{called} is {type(whole[0]).__name__} and what belongs to it")
+        return AssignedLevel(highest, f"{called} has all its weights in {type(whole[0]).__name__}")
     # Children may also be lists of unlike parts that contain blocks.
     lists = [child for child, level in inner if level == 0 and _is_list(child)]
     if blocks or any(each._modules and not _is_list(each) for child in lists for each in child.modules()):
         kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in blocks))
         return AssignedLevel(3, f"{called} holds blocks: {kinds or 'a list of them'}")
     if weights <= 1:
-        return AssignedLevel(1, f"{called} is one layer and what belongs to it")
+        return AssignedLevel(1, f"{called} is one layer with weights, and layers without")
     if _is_named(_WHOLE, name, module):
-        return AssignedLevel(5, f"{called} is a whole one by its name")
+        return AssignedLevel(5, f"{called} is an encoder or decoder by its name")
     return AssignedLevel(2, f"{called} holds single layers")
 
 

@@ -104,8 +104,8 @@ class ByLevel:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the level's schedule, with a peak of at most `mem_limit` bytes, the input a_0 included.
 
-        The group before the loss saves its activations in the forward, since the backward needs them first, unless that
-        has the higher peak. Raises InfeasibleError if the peak exceeds the limit.
+        The group before the loss is not recomputed, since the backward needs its activations first, unless recomputing
+        it lowers the peak. Raises InfeasibleError if the peak exceeds the limit.
         """
         groups = self.groups([stage.name for stage in chain])
         forwards = fastest_forwards(chain)

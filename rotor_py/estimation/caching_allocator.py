@@ -180,7 +180,7 @@ class CachingAllocator:
         return Reserved(self._peak_allocated, self._peak_reserved)
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
-        """Allocate by rules 1 to 4. Zero bytes allocate nothing."""
+        """Allocate `size` bytes by rules 1 to 4; for zero bytes, allocate nothing."""
         if key in self._held:
             message = f"{key!r} is allocated already; free it first"
             raise InvalidValueError(message, kind="allocated_twice", name=str(key))

@@ -1,7 +1,7 @@
 """Measure the local device as a `Device`, and write it as a file that `device_from_file` reads.
 
-The fastest matrix product gives the rate of each dtype, and a copy the bandwidth. Efficiencies are the shares of these
-that other kernels reach, so none has to be fitted to a data sheet.
+The rate of a dtype is that of the fastest matrix product, and the bandwidth that of a copy. Efficiencies are shares of
+these values that other kernels reach, so no efficiency has to be fitted to a data sheet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Build models without allocating their tensors, and copy models onto fake tensors.
 
-Models are built on the meta device; libraries put values that they read while building on the CPU. A copy that runs
-has a fake CPU tensor for each tensor, with the same layout and sharing.
+Models are built on the meta device, except for values that libraries read while building, which are on the CPU. To run
+a model, `FakeCopies` replaces every tensor by a fake CPU tensor with the same layout and sharing.
 
 For some results, PyTorch's meta kernels copy the gradient's layout, where real kernels return a contiguous result or
-the input's layout. `_LAYOUTS` lists them, found by comparing strides in real and fake steps with torch 2.13.
+the input's layout. `_LAYOUTS` lists these operators, found by comparing strides in real and fake steps (torch 2.13).
 """
 
 from __future__ import annotations

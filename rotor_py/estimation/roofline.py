@@ -49,7 +49,7 @@ def query_key_value(
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
 # The CPU's operator for a whole LSTM layer stands for cuDNN's. Other recurrent layers run as matrix products.
 _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
-# Operators besides views that read and write no element.
+# Operators that read and write no element, besides views.
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
 # Operators that do not read the tensor they overwrite.
@@ -57,7 +57,7 @@ _WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, 
                aten._foreach_copy_, aten._foreach_zero_}  # fmt: skip
 # Operators that read as many elements of their first tensor as they return.
 _ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-# Operators that read one number per target. The backwards write all of their result.
+# Losses that read one number per target, and their backwards, which write a whole gradient.
 _ONE_OF_EACH_ROW = {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.nll_loss_backward, aten.nll_loss2d_backward}
 # Namespaces of collectives, which take no time: they are assumed to overlap with computation.
 _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}

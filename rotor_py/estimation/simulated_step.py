@@ -37,7 +37,7 @@ from rotor_solver import InfeasibleError
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A training step of `network` on `value`, taken by calling the object. It holds the output to its end.
+    """A training step of `network` on `value`, taken by calling the object. The step holds the output to its end.
 
     Without a `loss`, the output's scalar with a gradient is the loss, or else every output tensor gets a gradient. Runs
     as many forwards in flight as the network was planned for. With `fresh_grads`, frees gradients at the end. Forward
@@ -88,7 +88,7 @@ class SimulatedStep:
 
     @contextmanager
     def state_restored(self) -> Iterator[None]:
-        """Restore gradients and optimizer state after steps inside the context, which the network does not watch."""
+        """Restore gradients and optimizer state at the end of the context; the network does not watch its steps."""
         gradients = {each: each.grad for each in self.network.parameters()}
         state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
         watch, self.network.watch = self.network.watch, False
@@ -168,7 +168,7 @@ def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
     return much
 
 
-# Most replans with a smaller limit. A guess: reserved bytes follow the limit closely; too few may end over the memory.
+# Most replans with a smaller limit. A guess: reserved bytes follow the limit closely; with too few, plans may not fit.
 _ROUNDS = 2
 
 

@@ -101,7 +101,7 @@ class PredictedMeter:
     ) -> None:
         self._live.__exit__(kind, error, trace)
         if error is None:
-            self.mark("")  # ends the last phase; nobody reads the phase that this begins
+            self.mark("")  # ends the last phase
 
 
 _FAKE = Storages(1, fake=True)
@@ -214,7 +214,7 @@ class SimulatedDevices:
                 message = f"{name} needs several devices that share the parameters; write device='h100:8'"
                 raise InvalidValueError(message, kind="one_device", name=name)
         if precision is not None and callable(shard):
-            message = "leave out precision: a function shard passes its own mp_policy to fully_shard"
+            message = "leave out precision: a function given as shard passes its own mp_policy to fully_shard"
             raise InvalidValueError(message, kind="excluded_together", name="precision")
         if not callable(shard) and shard not in (None, "blocks", "whole"):
             message = f"shard is {shard!r}; give 'blocks' or 'whole', or a function of model and mesh"

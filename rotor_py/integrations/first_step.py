@@ -202,7 +202,7 @@ class FirstTrainingStep:
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
-        # This optimizer stepped before, and the planned model got no gradient: it is not trained, so plan another.
+        # This optimizer steps again, and the planned model got no gradient: that model is not trained, so plan another.
         planned.forward.take_away()
         self._plain = {planned.model: planned.size}
         self._planned = None
@@ -321,8 +321,8 @@ def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
 
     Covers only the thread and process that entered the context, and no calls in a backward, which are recomputations.
     """
-    # A global forward hook of torch would miss the keyword arguments that transformers pass. TorchDynamo compares
-    # `Module.__call__` with the one found at its import.
+    # Torch's global forward hooks miss the keyword arguments that transformers pass. TorchDynamo needs the
+    # `Module.__call__` that it found at its import.
     kind: Any = nn.Module
     called, here = kind.__call__, (os.getpid(), threading.get_ident())
     inside, watching = False, True

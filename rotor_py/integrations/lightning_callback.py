@@ -43,8 +43,7 @@ class MemoryLimit(Callback):
         self.planned: Checkpointable | None = None
         """The planned network of the last training, for `report()` and `summary()`; None before training."""
 
-        # Not in `setup`: here, modules of `configure_model` exist, on their device and in their precision.
-
+    # Not in `setup`: only here do modules of `configure_model` exist, on their device and in their precision.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name = largest_child(pl_module) if self._network is None else self._network
         self.planned = self._models.plan(pl_module.get_submodule(name))

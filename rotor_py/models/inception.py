@@ -1,8 +1,8 @@
 """Inception v3 (Szegedy et al., "Rethinking the Inception architecture", arXiv 1512.00567) as a chain.
 
-Images are 3 x 299 x 299; any size from 75 x 75 on works. A chain has no place for the auxiliary classifier, whose
-weights are skipped when a checkpoint of torchvision's model loads. torchvision runs its pretrained weights with
-`transform_input=True`.
+Images are 3 x 299 x 299; any size from 75 x 75 on works. The auxiliary classifier, which cannot be part of a chain, is
+left out, and its weights are skipped when a checkpoint of torchvision's model loads. torchvision runs its pretrained
+weights with `transform_input=True`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class InceptionA(nn.Module):
 
 
 class InceptionB(nn.Module):
-    """Halves the size of the maps after branches of 3 x 3 convolutions."""
+    """Halves height and width of the maps, by branches of 3 x 3 convolutions and a pooling."""
 
     def __init__(self, inplanes: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class InceptionC(nn.Module):
 
 
 class InceptionD(nn.Module):
-    """Halves the size of the maps after branches of 3 x 3 and 7 x 7 convolutions."""
+    """Halves height and width of the maps, by branches of 3 x 3 and 7 x 7 convolutions and a pooling."""
 
     def __init__(self, inplanes: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class NamedChain(nn.Sequential):
         return super().__getitem__(idx)
 
     def initialise_convolutions(self) -> None:
-        """Draw the weights of all convolutions as He et al. do."""
+        """Initialise all convolutions from the normal distribution of He et al."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -163,7 +163,7 @@ class ResNet(NamedChain):
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, num_classes)
         self.initialise_convolutions()
-        # A branch that ends in zeros adds nothing to its shortcut.
+        # A branch whose last normalisation scales by zero adds nothing to the shortcut.
         for module in self.modules() if zero_init_residual else ():
             if isinstance(module, ResidualBlock):
                 scale = getattr(module, module.last_norm).weight
@@ -199,8 +199,8 @@ def resnet152(**options: Any) -> ResNet:
 def resnet200(**options: Any) -> ResNet:
     """ResNet-200: 64,673,832 parameters. The keywords are those of `ResNet`.
 
-    The depths are those of He et al., "Identity mappings in deep residual networks", the blocks those of the other
-    networks here. torchvision has no such network.
+    The depths are those of He et al., "Identity mappings in deep residual networks"; the blocks are those of ResNet-50.
+    torchvision has no such network.
     """
     return ResNet(Bottleneck, (3, 24, 36, 3), **options)
 

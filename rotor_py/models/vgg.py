@@ -46,7 +46,7 @@ class VGG(NamedChain):
 
 
 def _vgg(counts: Sequence[int], options: dict[str, Any], *, batch_norm: bool = False) -> VGG:
-    """Five groups of so many 3 x 3 convolutions; each group ends in a pooling by two."""
+    """Make five groups of `counts[i]` 3 x 3 convolutions each, and a pooling by two after each group."""
     layers: list[nn.Module] = []
     channels = 3
     for width, count in zip((64, 128, 256, 512, 512), counts, strict=True):

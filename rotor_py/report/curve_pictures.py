@@ -1,4 +1,4 @@
-"""Draw time against memory, and throughput against batch, as shapes."""
+"""Compute the shapes of two pictures: time against memory, and throughput against batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.sweep import BatchChoice, BatchPoint, Point, Sweep, format_rate, format_share
 from rotor_py.units import format_bytes, format_seconds
 
-# Picture widths in pixels, labels included: on a screen, and on a phone (390 wide). A page has each picture in both
-# widths and shows the one that fits: scaled letters are too small to read, and a scrolled curve is never seen whole.
+# Picture widths in pixels, labels included, for a screen and for a phone 390 pixels wide. A page has each picture in
+# both widths and shows the one that fits, since scaled letters are too small to read, and scrolling hides a part.
 SCREEN, PHONE = 804, 354
 
 
@@ -45,7 +45,7 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
 _LABEL = 90  # pixels of a size label along the axis, padding included
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
-_APART, _FINEST = 20, 0.02  # least distance between time labels, in pixels; tick share for curves below a tenth
+_APART, _FINEST = 20, 0.02  # least pixels between time labels; first label of curves that stay below 10 % more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Mark:
 
 
 def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> SimpleNamespace | None:
-    """Shapes of `sweep` and the plan of `facts` in `room` pixels, for the template; None if there is no choice to show.
+    """Return the shapes of `sweep` and of the plan in `room` pixels, for the template; None if there is one plan only.
 
-    `width` is between the axes; `limit_x` is None if no limit is near the curve.
+    `width` is the distance between the axes. `limit_x` is None if the limit, if any, is outside the picture.
     """
     points = sweep.points
     if len(points) < 2:
@@ -72,7 +72,7 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Sim
     margin = 0.04 * (most - least)
     left, right = least - margin, most + margin
     highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
-    # Strategies more than twice as high as the curve, in logarithms, would flatten it: the legend alone lists them.
+    # Strategies more than twice as high as the curve, in logarithms, would flatten it: only the legend lists them.
     others = [math.log(point.overhead) for point in sweep.strategies]
     highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
@@ -158,17 +158,17 @@ def _placed(
         yield Mark(x, y, title, letter, *place)
 
 
-# Throughput over the batch: a line for the fastest plans, one for storing everything, and the choice. The batch axis is
-# logarithmic: the fixed cost of a step is divided by the batch.
+# Throughput over the batch: a line for the fastest plans, a line for storing everything, and a mark for the chosen
+# batch. The batch axis is logarithmic, since the share of fixed costs per sample falls with the batch.
 
 
 _BATCH_LABEL = 32  # least pixels between the centres of two batch labels
 
 
 def batch_picture(choice: BatchChoice, room: float = SCREEN) -> SimpleNamespace | None:
-    """Shapes of the points of a choice in `room` pixels, for the template. None for a single batch.
+    """Return the shapes of a choice's points in `room` pixels, for the template; None for a single batch.
 
-    `width` is between the axes. `stored` is empty if storing everything fits at most one batch.
+    `width` is the distance between the axes. `stored` is empty if storing everything fits for at most one batch.
     """
     points = choice.points
     if len(points) < 2:

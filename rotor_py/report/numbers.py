@@ -1,4 +1,4 @@
-"""Facts of a plan: peaks, times and their provenance, storage kinds, stages, the optimizer step, and sentences."""
+"""Facts of a plan for its reports: peaks, times and their provenance, storage kinds, stages and sentences."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rotor_py.stage.protocol import parted
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
 
-# Words for the kinds of stored memory.
+# What a stage stores for its backward, in words, by storage kind.
 WORDS = {
     "kept": "all that the backward needs",
-    "part": "a part of it, the rest is made again",
+    "part": "a part of it, the rest is recomputed",
     "packed": "packed, with the same bits",
     "rounded": "rounded to fewer bits",
-    "elsewhere": "what stays of it while the rest is elsewhere",
-    "input": "its input alone",
+    "elsewhere": "a part of it, the rest is offloaded",
+    "input": "only its input",
 }
 
 
-NOISY = 0.10  # report relative spreads of stage times from here on: something else loads the machine
+NOISY = 0.10  # Relative spread of stage times from which reports mention it: other programs load the machine.
 
 
 def kept_kind(stage: Stage, option: int) -> str:
-    """The kind of storage of a stage's option; one that is partial and also packs or rounds counts as the latter."""
+    """Return the storage kind of a stage's option. A partial option that also packs or rounds counts as such."""
     way = stage.options[option]
     if way.moved:
         return "elsewhere"
@@ -45,10 +45,10 @@ def kept_kind(stage: Stage, option: int) -> str:
     return "part" if option else "kept"
 
 
-# Error of predicted seconds, as a factor, if efficiencies were fitted to known times. A guess: half as much again as
-# the largest typical error of steps outside the fit, 7 to 17 % (docs/devices.md). Too low claims false precision.
+# Error factor of predicted seconds if efficiencies were fitted to known times. A guess: 1.5 times the largest typical
+# error of steps outside the fit, 7 to 17 % (docs/devices.md). Too low a factor claims false precision.
 _ANCHORED = 1.25
-_GUESSED = 1.6  # The same without a fit. A guess: the efficiencies of devices with known times differ by about as much.
+_GUESSED = 1.6  # Error factor without a fit. A guess: efficiencies of devices with known times differ by about as much.
 
 _NAMED = 3  # most layers that a sentence names
 
@@ -82,17 +82,17 @@ class Basis:
         """One sentence each for exact, predicted and assumed numbers."""
         device, several, amd = self.device, self.devices.count > 1, self.device.vendor == "amd"
         found = [
-            "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
-            "and keep."
+            "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and the tensors that "
+            "stages return and save."
         ]
         if self.recurrent:
             first, more = ", ".join(self.recurrent[:_NAMED]), len(self.recurrent) - _NAMED
             found.append(
-                f"Warning: that is not so of the recurrent layers ({first}{f' and {more} more' if more > 0 else ''}): "
-                f"they were planned with operators of the CPU, and {'MIOpen' if amd else 'cuDNN'} keeps other bytes "
-                "for their backward, and takes another time."
+                f"Warning: for the recurrent layers ({first}{f' and {more} more' if more > 0 else ''}), no number is "
+                f"exact: they were planned with the CPU's operators, and {'MIOpen' if amd else 'cuDNN'} saves other "
+                "bytes for the backward, and takes another time."
             )
-        parts = f"the parts of the data sheet's rates that kernels reach ({device.efficiencies.origin})"
+        parts = f"the shares of the data sheet's rates that kernels reach ({device.efficiencies.origin})"
         assumed = [parts, self._kernels]
         if device.rates_of is not None:
             assumed[0] = (
@@ -102,14 +102,14 @@ class Basis:
         if device.vendor != "cpu":
             assumed += [
                 f"{format_bytes(workspace_bytes(device))} for {'hipBLAS' if amd else 'cuBLAS'}",
-                f"{format_bytes(device.context_bytes)} for the driver's context beside the limit",
+                f"{format_bytes(device.context_bytes)} for the driver's context, outside the limit",
             ]
         return (
             *found,
-            "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
-            f"{'; parameters that are whole, and gradients on their way' if several else ''}.",
+            "Predicted: peaks, what the allocator reserves, and the scratch memory of kernels"
+            f"{'; gathered parameters, and gradients that are sent' if several else ''}.",
             f"Assumed: {', '.join(assumed)}, and batches without padding"
-            f"{'; what devices send to each other is sent while they compute' if several else ''}.",
+            f"{'; devices send to each other while they compute' if several else ''}.",
         )
 
     @property
@@ -174,13 +174,13 @@ class ReportFacts:
     compiled: Iterable[str] | None = None
     """Names of the compiled stages; None without `compile`."""
     batches: BatchChoice | None = None
-    """How the batch was chosen, if it was."""
+    """How the batch was chosen; None if it was given."""
     predicted_for: Devices | None = None
     """Simulated devices that the numbers are predicted for; None if measured."""
     recurrent: tuple[str, ...] = ()
     """Names of layers whose prediction is not exact."""
     reserved: Reservation | None = None
-    """What the allocator is predicted to reserve; None if no step was simulated."""
+    """Predicted reservation of the allocator; None if no step was simulated."""
 
     @property
     def fits(self) -> bool:
@@ -194,7 +194,7 @@ class ReportFacts:
 
     @property
     def shown(self) -> Sequence:
-        """The displayed sequence: of several forwards in flight, the one with the peak."""
+        """The displayed sequence; of several forwards in flight, the sequence of the forward at the peak."""
         return self.budget.busiest(self.sequence)[0]
 
     @property
@@ -264,7 +264,7 @@ class ReportFacts:
         return found
 
     def kinds(self) -> list[str]:
-        """Kind of storage of each stage from its forward on, a key of `numbers.WORDS`; empty for nothing."""
+        """Return what the forward stores of each stage: a key of `WORDS`, or "" for nothing."""
         found = [""] * len(self.chain)
         for operation in self.shown:
             match operation:
@@ -277,7 +277,7 @@ class ReportFacts:
         return found
 
     def actions(self) -> list[str]:
-        """The action of each stage, in words: "stored", "checkpointed, recomputed 1×"."""
+        """Return what the plan does with each stage: "stored", "checkpointed, recomputed 1×"."""
         runs = [0] * len(self.chain)
         kept: dict[int, str] = {}
         before_loss = True
@@ -302,7 +302,7 @@ class ReportFacts:
         return [", ".join(part for part in (kept.get(at, ""), each) if part) for at, each in enumerate(again)]
 
     def verdict(self) -> tuple[str, str]:
-        """Whether the plan fits and its price: beginning and rest of one sentence."""
+        """Say whether the plan fits and what it costs: the beginning and the rest of one sentence."""
         if self.mem_limit is None:
             begin, limit = f"{self.title} is planned", "without a limit"
         else:
@@ -314,7 +314,7 @@ class ReportFacts:
         return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}."
 
     def peak_reason(self) -> str | None:
-        """Position of the peak; None if it is in forward or backward."""
+        """Say why the peak is outside forward and backward; None if it is inside."""
         running = self.budget.beside_chain(self.sequence) + peak_of(self.chain, self.shown)
         if self.peak_bytes <= running:
             return None
@@ -330,7 +330,7 @@ class ReportFacts:
         compiled = None
         if self.compiled is not None:
             number, stages = len(tuple(self.compiled)), len(self.chain)
-            why = "" if number else ": none can be, which the log tells, or plain ones are as fast"
+            why = "" if number else ": none can be compiled (see the log), or uncompiled stages are as fast"
             compiled = f"{number or 'None'} of {stages} stages {'run' if number else 'runs'} compiled{why}."
         chosen = () if self.batches is None else self.batches.sentences()
         freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
@@ -364,14 +364,14 @@ class ReportFacts:
         return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
 
     def followed_step(self) -> list[tuple[str, str]]:
-        """Peak and reservation of a followed step, by name; empty if none was followed."""
+        """Return peak and reservation of the simulated step by name; empty if no step was simulated."""
         if self.reserved is None:
             return []
         sizes = {"a step": self.reserved.step_bytes, "reserved": self.reserved.reserved_bytes}
         return [(f"{name} (predicted)", format_bytes(size)) for name, size in sizes.items()]
 
     def times(self) -> list[tuple[str, str]]:
-        """Predicted times of a planned and a plain step by name: ranges, and their source, for a simulated device."""
+        """Return the times of a planned and a plain step by name; for a simulated device, ranges and their source."""
         basis = self.basis
         said = format_seconds if basis is None else basis.range
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
@@ -381,7 +381,7 @@ class ReportFacts:
         return [*found, ("efficiencies" if source.anchor is None else "fitted to", source.origin)]
 
     def which_forward(self) -> str | None:
-        """Which forward in flight is shown, in one sentence; None if all follow one sequence."""
+        """Say which forward in flight the report shows; None if all follow one sequence."""
         found = self.by_forwards()
         if len(found) == 1:
             return None
@@ -439,7 +439,7 @@ def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
     measured = facts.measurement
     for name, cost, action, kind in zip(measured.names, measured.stages, facts.actions(), facts.kinds(), strict=True):
         seconds = cost.forward_seconds, cost.backward_seconds
-        # A plan may run the stage in any of these ways, so the table shows the largest.
+        # A plan may run the stage's forward with or without a graph, so the table shows the largest scratch memory.
         scratch = max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)
         sizes = cost.activation_bytes, cost.saved_bytes, scratch
         numbers = (*((s, format_seconds(s)) for s in seconds), *((size, format_bytes(size)) for size in sizes))

@@ -32,7 +32,7 @@ _BAR = 16
 
 @contextmanager
 def activities(*, quiet: bool = False) -> Iterator[Activities]:
-    """Show a line on stderr after a moment of work in the block, unless `quiet` or piped; clear it at the end."""
+    """Show a progress line on stderr if work in the block takes long, unless `quiet` or piped; clear it at the end."""
     found = Activities(shown=not quiet and sys.stderr.isatty())
     try:
         yield found
@@ -129,5 +129,5 @@ def _bar() -> Bar:
         console=Console(stderr=True),
         transient=True,
         auto_refresh=False,  # a drawing thread would disturb measured times
-        redirect_stdout=sys.stdout.isatty(),  # keep redirected stdout where it goes
+        redirect_stdout=sys.stdout.isatty(),  # leave a piped stdout alone
     )

@@ -27,7 +27,7 @@ from rotor_solver.watching import watcher
 _NONE: Mapping[str, Sequence] = {}
 # Limits that are solved one by one for plans with offload. A guess: fewer make a coarser curve, more a longer wait.
 _LIMITS = 12
-# Precision of the least limit for an overhead, as a share of all limits. A guess: a coarser one wastes memory.
+# Precision of the least limit for an overhead, as a share of the range of limits. A guess: a coarser one wastes memory.
 _CLOSE = 0.005
 
 
@@ -44,7 +44,7 @@ def sweep_of(
     if facts.budget.link is not None and facts.budget.forwards == 1:
         found += _one_by_one(facts, slots, found, overhead)
     points: list[Point] = []
-    # Drop dominated plans: snapshots of the random state, or layers before the chain, may take what a plan saves.
+    # Drop dominated plans: a snapshot of the random state, or layers before the chain, may need what a plan saves.
     for point in sorted((_point(facts, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
         if not points or point.step_seconds < points[-1].step_seconds:
             points.append(point)
@@ -59,7 +59,7 @@ def sweep_of(
 def _one_by_one(
     facts: ReportFacts, slots: int, others: Iterable[Sequence], overhead: float | None
 ) -> Iterator[Sequence]:
-    """Plans for some limits, and with an `overhead` the one with the least limit within it."""
+    """Yield plans for some limits; given an `overhead`, also plans in search of the least limit that keeps to it."""
     budget, progress = facts.budget, watcher()
     least, most = budget.least_bytes(), facts.store_all_bytes
 
@@ -69,7 +69,7 @@ def _one_by_one(
     known: dict[int, Sequence] = {}
     for number in range(_LIMITS):
         if progress is not None:
-            progress(number, _LIMITS, "limits for plans that move")
+            progress(number, _LIMITS, "limits with offload")
         limit = least + number**2 * (most - least) // _LIMITS**2  # denser at small limits, where overheads are large
         known[limit] = solved(limit)
         yield known[limit]
@@ -79,8 +79,8 @@ def _one_by_one(
     def fast(sequence: Sequence) -> bool:
         return facts.seconds_of(sequence) <= (1 + overhead) * facts.store_all_seconds
 
-    # If the best plan of a limit is too slow, so is that of any smaller one; not so for `others`, which are optimal
-    # without offload alone.
+    # If the best plan of a limit is too slow, so are the best plans of smaller limits. A slow plan of `others` shows
+    # nothing: these are optimal only without offload.
     enough = min((budget.peak_bytes(each) for each in (*known.values(), *others) if fast(each)), default=most)
     short = max((limit for limit, each in known.items() if limit < enough and not fast(each)), default=least)
     while enough - short > _CLOSE * (most - least):
@@ -99,7 +99,7 @@ def _point(facts: ReportFacts, name: str, sequence: Sequence) -> Point:
 
 
 def _origin(device: str, made: datetime) -> str:
-    """Environment to know before comparing two pages; `device` as torch names it: "cuda:0"."""
+    """Say in which environment a page was made, for comparisons; `device` is torch's name, such as "cuda:0"."""
     if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # a simulated device, with its own name
         device = f"{device}, predicted"
     elif torch.device(device).type == "cpu":

@@ -1,4 +1,4 @@
-"""Draw the memory of a step by operation, and its schedule, as shapes."""
+"""Compute the shapes of two pictures: a step's memory by operation, and its schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layer:
 
 
 def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.inf) -> SimpleNamespace:
-    """Shapes in pixels, for the template: a column per operation, and one for the optimizer step if there is one.
+    """Return shapes in pixels for the template: a column per operation, and one for the optimizer step, if any.
 
     Columns share `room` pixels; if they are too many, the picture may grow to `most` pixels. `limit_y` is None without
     a limit, or if it is far above the peak.
@@ -104,7 +104,7 @@ def _largest(layers: list[Layer], at: int) -> str:
 
 
 def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
-    """Closed lines around each run of columns in which the layer has a height."""
+    """Yield a closed line around each run of columns in which the layer has a height."""
     start = 0
     while start < len(below):
         end = start
@@ -120,7 +120,7 @@ def _outline(below: list[float], above: list[float], step: float) -> Iterator[st
 
 
 def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
-    """Steps of one column each; equal neighbours share a line."""
+    """Yield steps of one column each; equal neighbours share a line."""
     for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
         if at == 0 or height != heights[at - 1]:
             yield f"V{height:.1f}"
@@ -145,7 +145,7 @@ class Kept:
 
 
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamespace:
-    """Operations of the plan and lifetimes of saved tensors, in cells of `cell` by `ROW` pixels, for the template.
+    """Return the plan's operations and the lifetimes of saved tensors, in cells of `cell` by `ROW` pixels.
 
     `numbers` are the labelled stages; the last is the loss. `ran` are the operations, with a `kind` as in `sweep.kind`.
     `copied` are the copies out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right, at fractional rows.
@@ -201,7 +201,7 @@ def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamesp
     begins, names = [moment.begin for moment in found], facts.measurement.names
 
     def row(seconds: float) -> float:
-        # While an operation waits for a copy, the picture stays at its upper edge.
+        # While an operation waits for a copy, a copy's end stays at the upper edge of the operation's row.
         at = max(0, bisect_right(begins, seconds) - 1)
         share = (seconds - begins[at]) / found[at].seconds if found[at].seconds else 1.0
         return at + min(1.0, share)

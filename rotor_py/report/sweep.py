@@ -1,4 +1,4 @@
-"""Time against memory over all limits, and throughput over all batches, as data and in words."""
+"""Two curves as data and in words: time over all memory limits, and throughput over all batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation, Seque
 class Point:
     """A plan for a step of at most `mem_limit` bytes, and the ratio of its predicted time to the plain one.
 
-    `name` is set for a strategy set by hand, and empty on the curve.
+    `name` is the name of a strategy that users set by hand; it is empty for a point on the curve.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A step function: as limits of the whole step increase, times fall to that of storing everything.
+    """Times of the fastest plans by limit of the whole step, down to the time of storing everything: a step function.
 
     `fixed_bytes` is in memory under every plan; the rest is activation memory. `store_all_bytes` is the peak of plain
     training. `strategies` are other plans, each at its least memory.
@@ -53,7 +53,7 @@ class Sweep:
 
 
 USUAL = 0.10  # default overhead in reports
-_LEAST_SHOWN = 0.0005  # Least saved share that does not read "0.0 %".
+_LEAST_SHOWN = 0.0005  # smallest saved share that is not printed as "0.0 %"
 
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
@@ -74,7 +74,7 @@ def kind(moment: Moment) -> str:
 
 
 def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str:
-    """The operation with its time and the memory of the whole step, fixed part included."""
+    """Describe an operation: its time, and the memory of the whole step, fixed part included."""
     return (
         f"{label(moment.operation, names)}{' (recompute)' if moment.again else ''}: {format_seconds(moment.seconds)}, "
         f"{format_bytes(beside_bytes + moment.during)} while it runs, {format_bytes(beside_bytes + moment.after)} after"
@@ -82,7 +82,7 @@ def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str
 
 
 def saving(sweep: Sweep, overhead: float = USUAL) -> str:
-    """Memory saved by at most `overhead` more time; if none, the price of the first saving."""
+    """Say how much memory at most `overhead` more time saves; if none, what the first saving costs."""
     least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
     saving_ones = [each for each in sweep.points if sweep.saved(each) >= _LEAST_SHOWN]
     if not saving_ones:
@@ -200,7 +200,7 @@ class BatchChoice:
         if self.aim == "best":
             assert self.gap is not None
             if self.gap > _CLOSE:
-                found.append(f"Between measured batches, one might have {self.gap:.1%} more: times vary here.")
+                found.append(f"An unmeasured batch might have {self.gap:.1%} more: times vary.")
             if self.largest != self.batch:
                 rate = format_rate(self.point(self.largest).samples_per_second)
                 found.append(f"The largest that fits is {self.largest}, with {rate} samples a second.")
@@ -208,9 +208,9 @@ class BatchChoice:
             known = "measured" if self.beyond_measured else "predicted"
             # Print the difference: at three digits, the size itself would look like the limit.
             more = format_bytes(self.beyond_bytes - self.mem_limit)
-            found.append(f"One of {self.beyond} would need {more} more than there is ({known}).")
+            found.append(f"A batch of {self.beyond} would need {more} more than the limit ({known}).")
         else:
-            found.append(f"Larger batches than {self.largest} were not asked about.")
+            found.append(f"No batch larger than {self.largest} was a candidate.")
         if self.largest_stored is None:
             found.append("Without recomputation, no batch fits.")
         elif self.largest_stored == self.batch:
@@ -224,7 +224,7 @@ class BatchChoice:
 
     def _tried(self) -> str:
         if self.predicted:
-            return "No step was taken, and no batch was measured: the device is not here, so all of this is predicted."
+            return "All numbers are predicted for a simulated device: no step was taken, and no batch was measured."
         if self.measured_peak_bytes is None:
             return "No step was taken: this machine has no room for it now."
         tried = f"A real step of {self.batch} had a peak of {format_bytes(self.measured_peak_bytes)}."

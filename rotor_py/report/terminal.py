@@ -17,7 +17,7 @@ from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
 from rotor_py.units import format_bytes
 from rotor_solver import Backward, Loss, Operation
 
-# Spaces, but none between a number and its unit. No-break spaces do not suffice: rich breaks at them.
+# Matches spaces, except between a number and its unit. No-break spaces would not help: rich breaks at them.
 _SPACE = r"(?:(?<!\d) +|(?<=\d) +(?!(?:[kMGT]?B\b|[mµ]?s\b|%)))"
 
 
@@ -35,7 +35,7 @@ class Prose:
         return Measurement(max(map(len, re.split(_SPACE, self.text.plain))), len(self.text))
 
 
-# Styles by kind of storage; adjacent words say the same.
+# Styles by storage kind. Words beside them say the same, for terminals without colours.
 _STYLES = {
     "kept": "",
     "part": "cyan",
@@ -48,7 +48,7 @@ _STYLES = {
 
 
 def plain_table(*headings: str, left: Container[str] = (), folded: Container[str] = ()) -> Table:
-    """A table without lines: columns of numbers to the right, but for those on the `left`, or `folded` if too long."""
+    """Make a table without lines. Columns are right-aligned, except those in `left`; those in `folded` wrap."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in headings:
         if heading in folded:
@@ -59,7 +59,7 @@ def plain_table(*headings: str, left: Container[str] = (), folded: Container[str
 
 
 def stage_table(facts: ReportFacts, *, costs_alone: bool = False) -> Table:
-    """Cost and action of each stage; with `costs_alone`, without a plan, costs only."""
+    """Make a table of cost and action of each stage; with `costs_alone`, for want of a plan, of costs only."""
     last = "" if costs_alone else "what happens"
     table = plain_table("stage", *HEADINGS, last, folded=("stage", last))
     for row in stage_rows(facts):
@@ -119,7 +119,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
 
 
 def folded(operations: Iterable[Operation]) -> Iterator[str]:
-    """Fold `Fe_3, Fe_4, Fe_5` to `Fe_3…5`, but nothing stored in part: a fold would hide that."""
+    """Fold `Fe_3, Fe_4, Fe_5` to `Fe_3…5`, except operations with an option, which a fold would hide."""
 
     def run_of(numbered: tuple[int, Operation]) -> object:
         number, operation = numbered

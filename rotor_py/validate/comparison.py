@@ -49,9 +49,9 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 
 
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
-    """Algorithms by name that store stages whole, or by one storage mode each.
+    """Return algorithms by name: one that stores stages whole, and one for each storage mode, which may use it as well.
 
-    Empty without other modes. A single mode, which the best plan uses already, gets no row.
+    Empty if stages have no storage modes. A single mode gets no algorithm, since the optimal plan uses the same.
     """
     known = {name for names in measurement.way_names for name in names}
     families = {"in part": {name for name in known if not name.endswith(_KEEPERS)}}
@@ -72,7 +72,7 @@ def one_way_each(measurement: Measurement, slots: int, link: Link | None = None)
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """The best sequence that runs each stage by one of `options`, indexed over the whole chain."""
+    """Solves for the best sequence in which each stage uses one of its `options`: by stage, the indices allowed."""
 
     name: str
     options: tuple[tuple[int, ...], ...]
@@ -121,8 +121,7 @@ class ComparedStrategy:
 def compare(
     model: nn.Module, sample: Any = None, *, slots: int = 500, progress: Progress | None = None, **options: Any
 ) -> tuple[ComparedStrategy, ...]:
-    """Compare the plan with every other strategy at the same limit: the plan, then those that fit, fastest first, then
-    the rest.
+    """Compare the plan with every other strategy at its limit. Return the plan, then what fits, by time, then the rest.
 
     Args:
         model: a `Checkpointable` with a limit; or any model that it takes, which is measured on `sample` and not
@@ -175,7 +174,7 @@ def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, 
 def leanest_of_each(
     facts: ReportFacts, model: nn.Module, slots: int, progress: Progress | None = None
 ) -> dict[str, Sequence]:
-    """A sequence of every strategy by name, each at its least memory."""
+    """Return a sequence of every strategy by name, each at its least memory."""
     found = {}
     for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = leanest(facts.budget, algorithm)
@@ -192,7 +191,7 @@ def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tu
 
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
-    """The plan of `algorithm` for a step within `mem_limit` bytes; its leanest sequence if that is too little."""
+    """Return the plan of `algorithm` for a step within `mem_limit` bytes, or its leanest plan if none fits."""
     # Only a plan that recomputes needs room for a snapshot of the random state: first try without.
     for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
         try:
@@ -212,13 +211,13 @@ def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
 
 
 def named(strategy: str, sequence: Sequence) -> str:
-    """The strategy's name, with the chosen distance if it places checkpoints at a distance."""
+    """Return the strategy's name; for checkpoints every n layers, with the n of `sequence`."""
     if strategy != EVERY:
         return strategy
     before_loss = sequence[: list(sequence).index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
-    # Only the last segment is stored as it runs; the others are as long as the distance, with a checkpoint each.
+    # The last segment is stored as it runs. Every other segment has a checkpoint, and `distance` stages.
     distance = stored[0] // kept if kept else len(stored)
     return "every layer" if distance == 1 else f"every {distance} layers"
 
@@ -327,7 +326,7 @@ def best_level(
         model: any model that `Checkpointable` takes.
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%".
-        loss: a function of the output. Without it, the output's scalars are summed, or all of it if there are none.
+        loss: a function of the output. Without it, the loss is the sum of the output's scalars, or of all its elements.
         optimizer: the optimizer, whose state counts.
         fresh_grads: gradients are freed between steps.
         options: other options of `Checkpointable`.
@@ -358,7 +357,7 @@ def best_level(
     least = peaks[lowest]
     message = (
         f"leave the level out for the optimal plan, which needs {format_bytes(planned.budget.least_bytes())} at least: "
-        f"the least, level {lowest}, needs {exact_bytes(least)} for a step; the limit is {exact_bytes(limit)}"
+        f"even level {lowest} needs {exact_bytes(least)} for a step; the limit is {exact_bytes(limit)}"
     )
     raise InfeasibleError(message, min_bytes=least, mem_limit=limit, kind="no_level_fits")
 

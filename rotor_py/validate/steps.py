@@ -80,7 +80,7 @@ def measured_operations(
 
 
 def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[str, str, bool]]:
-    """The stages that a step enters and leaves: whether in forward or backward, name, and whether it enters."""
+    """Run `step`; return an event (forward or backward, stage, whether it begins) each time a stage begins or ends."""
     found: list[tuple[str, str, bool]] = []
 
     def note(doing: str, name: str, begins: bool) -> None:
@@ -127,7 +127,7 @@ def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | N
     watch, network.watch = network.watch, False
     restored = nullcontext() if optimizer is None else optimizer_restored(optimizer)
     with in_training(network), torch.enable_grad(), restored:
-        # The first step would accumulate into them.
+        # Otherwise the first step would add to these gradients.
         for parameter, _ in gradients:
             parameter.grad = None
         try:
@@ -255,7 +255,7 @@ class TrainingStep:
                 held[-1] = sample, losses[-1]
         losses = losses or [self.loss(output) for _, output in held]
         loss: torch.Tensor = sum(losses)  # type: ignore[assignment] # not an int
-        losses.clear()  # a loop has the sum alone
+        losses.clear()  # a training loop holds only their sum
         loss.backward()
         return held, loss
 
@@ -267,7 +267,7 @@ class TrainingStep:
         return [*self.model.parameters(), *self._gradients(), *self.model.buffers(), *state, *tensors_in(self.sample)]
 
     def _same_state(self) -> AbstractContextManager[None]:
-        """Restore the optimizer's state if parameters are compared: the next step has to begin with the same."""
+        """Restore the optimizer's state if parameters are compared: the next step must begin with the same state."""
         return optimizer_restored(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
 
     @contextmanager

@@ -24,7 +24,7 @@ def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely:
     """Return `model` if it is a `Checkpointable`; else make one with `options`, measured on `sample`."""
     if isinstance(model, Checkpointable):
         if sample is not None or options:
-            message = "a Checkpointable has been given its sample and options already; pass it alone"
+            message = "pass a Checkpointable without sample and options: it has its own"
             raise InvalidValueError(message, kind="sample_given_twice")
         return model
     if sample is None:
@@ -65,7 +65,7 @@ class Outcome:
 
 def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
     with step.taken(network) as peak:
-        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]  # leaves the device to the next
+        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]  # frees device memory
     return Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
 
 
@@ -89,8 +89,8 @@ class Rounded:
     """Results of a step whose plan stores stages in the low-precision format `word` (`keep=`)."""
 
     word: str
-    # Norm of the difference of all gradients, relative to that of the plain step. (Of parameters after the step if they
-    # are stepped in the backward.)
+    # Norm of the difference of all gradients, relative to the norm of the plain step's. If parameters are stepped in
+    # the backward, they are compared instead of gradients.
     gradient_error: float
     buffer_difference: float  # largest absolute difference of a buffer, which only the forward changes
 
@@ -141,7 +141,7 @@ class Verification:
     """Distance of gradients from exact ones, if the plan stores stages in low precision (`keep=`)."""
 
     def problem(self, mem_limit: int) -> str | None:
-        """The problem of the step for a limit of `mem_limit` bytes, in words; None if there is none."""
+        """Say what is wrong with the step at a limit of `mem_limit` bytes; None if nothing is."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
         # Four times the noise of one measurement. A guess: a lower factor reports noise, a higher one hides errors.
@@ -178,8 +178,8 @@ def verify(
             takes, which is planned first.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if omitted.
-        optimizer: steps in the steps whose peak is measured. Pass the one given to the `Checkpointable`. One that steps
-            in the backward is known already; parameters are then compared instead of gradients.
+        optimizer: steps in the steps whose peak is measured. Pass that of the `Checkpointable`, unless it steps in the
+            backward: then it is known, and parameters are compared instead of gradients.
         fresh_grads: gradients are freed between steps. None: as for the `Checkpointable`.
         others: sequences to follow instead of the plan.
         operations: take two more planned steps, for the time and memory of each operation.
@@ -215,10 +215,11 @@ def verify(
         tell(1, "a plain step")
         plain: Outcome | None = None
         noise = 0.0
-        with suppress(torch.OutOfMemoryError):  # a planned model often exists because the plain step does not fit
+        with suppress(torch.OutOfMemoryError):  # users often plan because the plain step does not fit
             found = measure_outcome(step, network.model)
             tell(2, "a plain step again")
-            # A captured graph may round differently from the model's code: the second plain step runs it, as noise.
+            # A captured graph may round differently from the model's code, so the second plain step runs the graph: its
+            # difference from the first counts as noise.
             second: Network = network.model
             if network.captured:
                 from rotor_py.capture.captured_forward import run_as_captured  # importing TorchDynamo takes long

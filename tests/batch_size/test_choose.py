@@ -188,7 +188,7 @@ def test_no_batch_is_asked_about_beyond_the_most_and_samples_have_to_grow_with_i
     model = nn.Sequential(nn.Linear(4, 4))
     found = largest_batch(model, lambda batch: torch.randn(batch, 4), "1GB", most=100)
     assert (found.batch, found.largest_stored, found.beyond) == (100, 100, None)
-    assert "Larger batches than 100 were not asked about." in str(found)
+    assert "No batch larger than 100 was a candidate." in str(found)
     with raises(UnsupportedModelError, "sample_ignores_batch"):
         largest_batch(model, lambda batch: torch.randn(8, 4), "1GB")
 

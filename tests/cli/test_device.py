@@ -1,4 +1,4 @@
-"""`--device h100`: a plan for a device that need not be here."""
+"""`--device h100`: a plan for a simulated device."""
 
 import functools
 import json
@@ -170,8 +170,8 @@ def test_several_devices_are_planned_for_and_said(tmp_path: Path) -> None:
     assert found["stages"][0]["activation_bytes"] == 64 * 1024 * 2, "layers run in bfloat16"
     for text in texts:
         assert name in text
-        assert "parameters that are whole, and gradients on their way." in text
-        assert "batches without padding; what devices send to each other is sent while they compute." in text
+        assert "gathered parameters, and gradients that are sent." in text
+        assert "batches without padding; devices send to each other while they compute." in text
         assert " measured " not in text
 
 
@@ -192,7 +192,7 @@ def test_a_class_of_transformers_needs_no_memory(plan) -> None:
 def test_how_large_a_batch_is_predicted() -> None:
     many = LABELS.replace("zeros(64,", "zeros(10**4,")
     found, text, page = run("--device", "l4", "--mem-limit", "24.5MB", "--batch", "best", model=many)
-    for words in ("samples a second inside 24.5 MB", "predicted", "No step was taken, and no batch was"):
+    for words in ("samples a second inside 24.5 MB", "predicted", "no step was taken, and no batch was"):
         assert words in text
     assert "</i>measured<" not in page
     assert (found["prediction"]["measured"], found["batch"]["measured_peak_bytes"]) == ({}, None)

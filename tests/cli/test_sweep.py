@@ -152,7 +152,7 @@ def test_every_letter_of_the_list_is_drawn_where_strategies_coincide_and_far_out
     assert sorted(re.findall("[A-Z]", cells)) == letters
     assert "Y→↑" in cells
     assert "Z↓" in cells
-    assert "arrows: further out than the chart" in " ".join(picture.split())
+    assert "arrows: outside the chart" in " ".join(picture.split())
 
 
 def test_the_curve_is_as_wide_as_the_console():

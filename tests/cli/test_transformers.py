@@ -29,7 +29,7 @@ def test_a_class_is_made_from_its_configuration_planned_verified_and_reported(re
         ("LlamaForCausalLM", ["--device", "nowhere"], "no device is called 'nowhere'"),
         ("LlamaForCasualLM", [], "transformers has no LlamaForCasualLM; did you mean LlamaForCausalLM"),
         ("ViTModel", ["--config", json.dumps(PICTURES)], "the input of ViTModel is 'pixel_values'; say its shape"),
-        ("LlamaConfig", ["--config", "{}"], "--config is for a class of models of transformers"),
+        ("LlamaConfig", ["--config", "{}"], "--config needs a model class of transformers"),
     ],
 )
 def test_wrong_use_of_a_class_is_refused_in_one_sentence(plan, model: str, arguments: list[str], words: str) -> None:

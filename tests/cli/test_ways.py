@@ -104,7 +104,7 @@ def test_fewer_bits_need_less_are_told_of_and_load_again(plan, report, model_fil
     assert result.exit_code == 0, result.output
     assert "kept in bf16 for the backward: the forward is exact, and gradients differ from those of plain" in said
     assert "stored in bf16" in said
-    assert "with what is kept in bf16, gradients differ by " in said
+    assert "with activations kept in bf16, gradients differ by " in said
     found = json.loads(path.read_text())
     assert set(found["plan"]["fewer_bits"].values()) == {"bf16"}
     assert 0 < found["verify"]["gradient_error"] < 0.01

@@ -81,8 +81,8 @@ def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
     assert found.measurement.input_bytes == BATCH.nbytes
     assert found.device == "2 × NVIDIA H100 SXM 80 GB"
     text = " ".join(str(found).split())
-    assert "parameters that are whole" in text
-    assert "sent while they compute" in text
+    assert "gathered parameters" in text
+    assert "send to each other while they compute" in text
     assert not dist.is_initialized()
 
 

@@ -129,8 +129,8 @@ def test_a_page_has_the_picture_and_the_sentences_if_the_batch_was_chosen(report
         assert ('<svg id="batch"' in text) == (choice is not None)
         assert ("A batch of 32 has the most samples a second" in text) == (choice is not None)
     assert "Samples a second in real steps, taken in turns: 15.0 with 4, 29.0 with 32." in str(CHOICE)
-    assert "One of 33 would need 12.0 kB more than there is (predicted)." in str(CHOICE)
-    assert "one might have 30.0% more: times vary here" in str(replace(CHOICE, gap=0.3))
+    assert "A batch of 33 would need 12.0 kB more than the limit (predicted)." in str(CHOICE)
+    assert "An unmeasured batch might have 30.0% more: times vary" in str(replace(CHOICE, gap=0.3))
     assert "no step was taken" in str(replace(CHOICE, measured_peak_bytes=None)).lower()
     texts = {1254.0: "1,250", 83.24: "83.2", 8.324: "8.32", 0.05224: "0.052", 999.6: "1,000", 125_400.0: "125,000"}
     assert {rate: format_rate(rate) for rate in texts} == texts
