@@ -270,10 +270,10 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
         model: any model that `Checkpointable` takes.
         sample_of: a function of the batch size that returns a sample on the model's device: a tensor, a tuple of
             positional or a dict of keyword arguments.
-        mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%". None is 90 % of the device
-            memory available to this process.
-        loss: a function of the output, for any batch. Without it, the model's own loss, or else a mean of squares.
-        optimizer: the optimizer. Its state counts as memory, its step as time.
+        mem_limit: limit of a whole step's peak: bytes, or a text such as "4GB", "512MiB", "80%". None is 90 % of the
+            device memory available to this process.
+        loss: a function of the output, for any batch; None: the model's own loss, else the mean square of its output.
+        optimizer: the optimizer, whose state counts toward the limit, and whose step counts toward the time.
         fresh_grads: whether gradients are freed between steps.
         multiple: only multiples of this number are candidates.
         effective_batch: samples per optimizer step, accumulated over batches. Only its divisors are candidates. Not

@@ -55,14 +55,14 @@ def estimate(
             devices that shard the parameters by `fully_shard`; the report is about one of them and its own batch.
         optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
         loss: a function of the output, whose tensors are on the CPU, that returns the loss.
-        mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of the memory available to PyTorch,
+        mem_limit: limit of a whole step's peak: bytes, "60GB", "80%". None is 90 % of the memory available to PyTorch,
             or less if the allocator would reserve more than the device has.
-        fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
+        fresh_grads: whether gradients are freed between steps (`zero_grad(set_to_none=True)`).
         mem_slots: memory resolution of the solver.
         shard: how parameters are sharded over several devices: "blocks", the default, gathers each layer of a list of
             similar layers separately and other parameters together; "whole" gathers all at once. Or a function of the
                 model and the mesh that calls `fully_shard`.
-        precision: the dtype in which "blocks" and "whole" gather parameters, and layers run.
+        precision: the dtype in which "blocks" and "whole" gather parameters and run layers.
         offload: "host": activations may be offloaded to host memory, over the link in the table.
         autocast: forward and loss run under `torch.autocast` with this dtype, by CUDA's rules.
 

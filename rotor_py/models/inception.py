@@ -135,7 +135,7 @@ def _average(x: Tensor) -> Tensor:
 
 
 class FromImageNet(nn.Module):
-    """Images normalised with the mean and deviation of ImageNet's colours, rescaled to a mean and deviation of 0.5."""
+    """Converts images from the normalisation of torchvision's other networks to a mean and deviation of 0.5."""
 
     mean = (0.485, 0.456, 0.406)
     deviation = (0.229, 0.224, 0.225)

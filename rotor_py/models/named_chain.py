@@ -1,4 +1,4 @@
-"""The base class of all networks, and checks and initial weights that they share."""
+"""The base class of all networks, and the checks and initial weights that they share."""
 
 from __future__ import annotations
 

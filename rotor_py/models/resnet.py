@@ -116,7 +116,7 @@ class ResNet(NamedChain):
     """A stem, four groups of `layers[0] … layers[3]` blocks, and a linear classifier.
 
     `groups` and `width_per_group` make ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
-    for each of the last three groups whether it keeps the size of its input and dilates its convolutions instead.
+    for each of the last three groups whether it dilates its convolutions instead of halving its input.
     `norm_layer` makes a normalisation of a given number of channels. `zero_init_residual` starts every block as the
     identity.
 

@@ -25,7 +25,7 @@ class Column:
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between `low` and `high`, at most `most`."""
+    """Return at most `most` numbers between `low` and `high`: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     power = math.floor(math.log10((high - low) / most))
@@ -61,7 +61,7 @@ class Mark:
 def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> SimpleNamespace | None:
     """Return the shapes of `sweep` and of the plan in `room` pixels, for the template; None if there is one plan only.
 
-    `width` is the distance between the axes. `limit_x` is None if the limit, if any, is outside the picture.
+    `width` is the distance between the axes. `limit_x` is None without a limit, or if it is outside the picture.
     """
     points = sweep.points
     if len(points) < 2:

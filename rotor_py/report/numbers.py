@@ -34,7 +34,7 @@ NOISY = 0.10  # Relative spread of stage times from which reports mention it: ot
 
 
 def kept_kind(stage: Stage, option: int) -> str:
-    """Return the storage kind of a stage's option. A partial option that also packs or rounds counts as such."""
+    """Return the storage kind of a stage's option. A partial option that packs or rounds is "packed" or "rounded"."""
     way = stage.options[option]
     if way.moved:
         return "elsewhere"
@@ -79,7 +79,7 @@ class Basis:
         return " to ".join(map(format_seconds, self.seconds(seconds)))
 
     def sentences(self) -> tuple[str, ...]:
-        """One sentence each for exact, predicted and assumed numbers."""
+        """Return one sentence each about the exact, the predicted and the assumed numbers."""
         device, several, amd = self.device, self.devices.count > 1, self.device.vendor == "amd"
         found = [
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and the tensors that "
@@ -121,10 +121,10 @@ class Basis:
         chosen = f"attention by the kernel that torch {version} chooses for compute capability {capability}"
         if self.device.vendor != "amd":
             return chosen
-        return f"{chosen} on CUDA, and that kernels of ROCm (AOTriton, MIOpen) keep and take as much as CUDA's"
+        return f"{chosen} on CUDA, and that kernels of ROCm (AOTriton, MIOpen) save and need as many bytes as CUDA's"
 
     def as_data(self, peaks: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
-        """The numbers by kind, in bytes and seconds; seconds as lower and upper bound."""
+        """Return exact, predicted and assumed numbers in bytes and seconds; a time is a lower and an upper bound."""
         fixed = asdict(self.fixed)
         exact = ("parameters", "buffers", "gradients", "optimizer")
         return {
@@ -178,7 +178,7 @@ class ReportFacts:
     predicted_for: Devices | None = None
     """Simulated devices that the numbers are predicted for; None if measured."""
     recurrent: tuple[str, ...] = ()
-    """Names of layers whose prediction is not exact."""
+    """Names of recurrent layers, for which no number is exact."""
     reserved: Reservation | None = None
     """Predicted reservation of the allocator; None if no step was simulated."""
 
@@ -194,7 +194,7 @@ class ReportFacts:
 
     @property
     def shown(self) -> Sequence:
-        """The displayed sequence; of several forwards in flight, the sequence of the forward at the peak."""
+        """The displayed sequence. If forwards in flight follow different sequences, that of the forward at the peak."""
         return self.budget.busiest(self.sequence)[0]
 
     @property
@@ -218,7 +218,7 @@ class ReportFacts:
         return self.seconds_of(store_all(self.chain))
 
     def seconds_of(self, sequence: Sequence) -> float:
-        """Predicted time of forward, loss and backward, all forwards in flight following `sequence`."""
+        """Return the predicted time of forward, loss and backward if all forwards in flight follow `sequence`."""
         return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
 
     @property
@@ -342,7 +342,7 @@ class ReportFacts:
         return (*chosen, *filter(None, others), *basis)
 
     def rounded(self) -> str | None:
-        """The low-precision stages of the plan; None if none was asked for."""
+        """Say how many stages the plan keeps in low precision; None without `keep=`."""
         asked = self.measurement.fewer_bits
         if asked is None:
             return None
@@ -356,7 +356,7 @@ class ReportFacts:
 
     @property
     def basis(self) -> Basis | None:
-        """Provenance of the numbers; None if measured."""
+        """Provenance of predicted numbers; None if the numbers are measured."""
         if self.predicted_for is None:
             return None
         fixed = self.budget.fixed

@@ -1,4 +1,4 @@
-"""Show long work in one terminal line, with an estimate of the time left."""
+"""Show the progress of long work in one terminal line, with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def in_words(seconds: float) -> str:
-    """`about 12 s left`, with two digits at most: more would look exact."""
+    """Format `about 12 s left`, with two digits at most, since more would look exact."""
     for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
         if seconds < most:
             return f"about {max(1, round(seconds / divisor))} {unit} left"
@@ -83,7 +83,7 @@ class Activities:
             self._line = (verb, name, done, total)
             if self._timer is None:
                 self._begin = now
-                # The first part of the work may be long and reports nothing: only a timer can draw then.
+                # The first part of the work may be long and reports no progress meanwhile, so a timer draws the line.
                 self._timer = Timer(PATIENCE_SECONDS, self._draw)
                 self._timer.daemon = True
                 self._timer.start()

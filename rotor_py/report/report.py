@@ -34,10 +34,10 @@ _CLOSE = 0.005
 def sweep_of(
     facts: ReportFacts, slots: int = 500, strategies: Mapping[str, Sequence] = _NONE, overhead: float | None = None
 ) -> Sweep:
-    """Solve the step of `facts` for all limits, with the sequences of `strategies` as points.
+    """Compute the curve of time against memory for the step of `facts`, with `strategies` as further points.
 
-    `slots` is the solver's memory resolution. One solver call covers all limits. Plans with offload are solved one
-    limit at a time, and for the least limit that costs at most `overhead` more time.
+    `slots` is the solver's memory resolution. A single solver call covers all limits. With offload, some limits are
+    solved one by one, and a search finds the least limit that costs at most `overhead` more time.
     """
     # The frontier rounds sizes to slots, so it may miss storing everything and the plan in use: add both.
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]
@@ -113,7 +113,7 @@ def _origin(device: str, made: datetime) -> str:
 def page(
     facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = (), usage: str = "", made: datetime | None = None
 ) -> str:
-    """The page as text; arguments are those of `Report.to_html`."""
+    """Return the page as text. Arguments are those of `Report.to_html`."""
     # Import on use: most training never makes a page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -182,8 +182,8 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
 class Report(ReportFacts):
     """A measured model, its budget and its plan. `mem_limit`, in bytes, is None if none was set.
 
-    `str` gives the terminal report; a notebook and a file get a page. Numbers are those of `ReportFacts`, in bytes and
-    seconds.
+    `str(report)` is the terminal report; a notebook and `to_html` show a page. Numbers are those of `ReportFacts`, in
+    bytes and seconds.
     """
 
     def __str__(self) -> str:
@@ -214,5 +214,5 @@ class Report(ReportFacts):
         Path(path).write_text(page(self, self._swept(), remarks, usage, made), encoding="utf-8")
 
     def _swept(self) -> Sweep:
-        """The curve, solved on demand if unknown: only pages show it, and it takes time."""
+        """Return the curve, solved on demand: this takes time, and only pages show the curve."""
         return sweep_of(self) if self.sweep is None else self.sweep

@@ -147,9 +147,9 @@ class Kept:
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamespace:
     """Return the plan's operations and the lifetimes of saved tensors, in cells of `cell` by `ROW` pixels.
 
-    `numbers` are the labelled stages; the last is the loss. `ran` are the operations, with a `kind` as in `sweep.kind`.
-    `copied` are the copies out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right, at fractional rows.
-    `kinds` describes the kinds of storage in use.
+    `numbers` are the labelled stages, the loss last. `ran` are the operations, with their `sweep.kind`. `copied` are
+    copies out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right, with fractional rows. `kinds` describes
+    the storage kinds in use.
     """
     found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
@@ -201,7 +201,7 @@ def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamesp
     begins, names = [moment.begin for moment in found], facts.measurement.names
 
     def row(seconds: float) -> float:
-        # While an operation waits for a copy, a copy's end stays at the upper edge of the operation's row.
+        # Time that an operation waits for a copy has no height: it ends at the upper edge of the operation's row.
         at = max(0, bisect_right(begins, seconds) - 1)
         share = (seconds - begins[at]) / found[at].seconds if found[at].seconds else 1.0
         return at + min(1.0, share)

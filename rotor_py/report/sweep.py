@@ -39,7 +39,7 @@ class Sweep:
     strategies: tuple[Point, ...] = ()
 
     def least_for(self, overhead: float) -> Point:
-        """The least limit with at most `overhead` more time than storing everything: 0.1 for a tenth."""
+        """Return the least limit that costs at most `overhead` more time than storing everything: 0.1 is 10 %."""
         return next((point for point in self.points if point.overhead <= 1 + overhead), self.points[-1])
 
     def saved(self, point: Point) -> float:
@@ -57,12 +57,12 @@ _LEAST_SHOWN = 0.0005  # smallest saved share that is not printed as "0.0 %"
 
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
-    """`Fe_3 layers.3`: operation and stage name; `L loss`."""
+    """Name an operation and its stage, as in `Fe_3 layers.3` and `L loss`."""
     return f"{operation} {'loss' if isinstance(operation, Loss) else names[operation.stage]}"
 
 
 def kind(moment: Moment) -> str:
-    """The kind of operation: "loss", "backward", "again", "keep" (a forward that saves) or "pass"."""
+    """Return "loss", "backward", "again" (a recomputation), "keep" (a forward with a graph) or "pass" (without)."""
     match moment.operation:
         case Loss():
             return "loss"
@@ -100,7 +100,7 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
 
 
 def format_share(share: float) -> str:
-    """`7.5 %` below a tenth, else `12 %`."""
+    """Format a share with one decimal below a tenth, such as `7.5 %`, else with none, such as `12 %`."""
     return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"
 
 
@@ -129,7 +129,7 @@ class BatchChoice:
     """The batch chosen for `mem_limit` bytes, its cost, and the alternatives.
 
     `step_seconds` covers forward, loss and backward of one batch; `optimizer_seconds` covers the optimizer step and
-    clearing gradients; `overhead` is the ratio of `step_seconds` to storing everything. All are predicted from measured
+    clearing gradients; `overhead` is the ratio of `step_seconds` to storing everything. Times are predicted from measured
     stages.
     """
 
@@ -159,7 +159,7 @@ class BatchChoice:
     measured_peak_bytes: int | None = None
     """Peak of a real step of the batch; None if no step was taken."""
     measured_per_second: tuple[tuple[int, float], ...] = ()
-    """Batches and their throughput in real steps, which took turns, optimizer step included."""
+    """Throughput by batch in real steps, optimizer step included. The batches took turns."""
 
     predicted: bool = False
     """Whether the device is simulated, so that nothing is measured."""
@@ -173,7 +173,7 @@ class BatchChoice:
         return " ".join(self.sentences())
 
     def sentences(self) -> tuple[str, ...]:
-        """The answer, remarks and the batches tried, in words."""
+        """Describe the chosen batch, the alternatives and the real steps."""
         found = [self._answer(), self._others()]
         if self.effective_batch is not None:
             batches = "one batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} batches"
@@ -226,7 +226,7 @@ class BatchChoice:
         if self.predicted:
             return "All numbers are predicted for a simulated device: no step was taken, and no batch was measured."
         if self.measured_peak_bytes is None:
-            return "No step was taken: this machine has no room for it now."
+            return "No step was taken: the device has too little free memory now."
         tried = f"A real step of {self.batch} had a peak of {format_bytes(self.measured_peak_bytes)}."
         if not self.measured_per_second:
             return tried

@@ -59,7 +59,7 @@ def plain_table(*headings: str, left: Container[str] = (), folded: Container[str
 
 
 def stage_table(facts: ReportFacts, *, costs_alone: bool = False) -> Table:
-    """Make a table of cost and action of each stage; with `costs_alone`, for want of a plan, of costs only."""
+    """Make a table of each stage's costs and action; with `costs_alone`, if there is no plan, of costs only."""
     last = "" if costs_alone else "what happens"
     table = plain_table("stage", *HEADINGS, last, folded=("stage", last))
     for row in stage_rows(facts):
@@ -72,7 +72,7 @@ _WIDEST = 100
 
 
 def plain_text(facts: ReportFacts, width: int | None = None) -> str:
-    """The report without colours, as wide as the terminal, at most 100."""
+    """Return the report without colours, as wide as the terminal, at most 100 columns."""
     file = io.StringIO()
     if width is None:
         width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)

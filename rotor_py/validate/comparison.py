@@ -154,7 +154,7 @@ def compare_at_limit(
         _compared(facts, limit, name, at_limit(facts.budget, algorithm, limit))
         for name, algorithm in _told(known, progress)
     ]
-    # Sort those that fit by time, the others by peak.
+    # Sort strategies that fit by time, the others by peak.
     others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
     return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
 
@@ -282,7 +282,7 @@ def least_limit(
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A strategy's peak in bytes and its seconds, predicted from measured stages, and measured.
+    """Peak and time of a strategy's step, predicted from measured stages, and measured in real steps.
 
     The predicted peak includes the optimizer step; the measured one does not.
     """
@@ -295,7 +295,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class LevelChoice:
-    """The lowest level within `mem_limit`, its cost, and the cost of the optimal plan for the limit.
+    """The lowest level that fits `mem_limit`, its cost, and the cost of the optimal plan for the same limit.
 
     `peaks` are the predicted peaks of levels 0 to 5.
     """
@@ -327,8 +327,8 @@ def best_level(
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%".
         loss: a function of the output. Without it, the loss is the sum of the output's scalars, or of all its elements.
-        optimizer: the optimizer, whose state counts.
-        fresh_grads: gradients are freed between steps.
+        optimizer: the optimizer, whose state counts toward the limit.
+        fresh_grads: whether gradients are freed between steps.
         options: other options of `Checkpointable`.
 
     Raises:
@@ -349,7 +349,7 @@ def best_level(
         if peaks[level] > limit:
             continue
         chosen = _measure_cost(planned, sequence, step)
-        # Check the measurement too: a prediction may be slightly low, and the limit is about real steps.
+        # Check the measured peak, too: a prediction may be slightly low, and the limit holds for real steps.
         if chosen.measured_peak_bytes <= limit:
             optimal = _measure_cost(planned, planned.compute_sequence(limit), step)
             return LevelChoice(level, limit, chosen, optimal, tuple(peaks.values()))

@@ -51,13 +51,13 @@ def measured_operations(
     times: list[float] = []
 
     def clock() -> None:
-        # CUDA is asynchronous: without synchronization this would time launches.
+        # CUDA runs asynchronously: without synchronization, the clock would time kernel launches only.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter())
 
     clock()  # the step begins
-    # Not both at once: counting memory slows the step.
+    # Measure time and memory in separate steps: counting memory slows a step.
     events = _events(step, clock)
     clock()
     between()
@@ -95,9 +95,10 @@ def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[
 def _begins(
     events: list[tuple[str, str, bool]], sequence: Sequence, names: list[str]
 ) -> Iterator[tuple[int, Operation, bool]]:
-    """The event at which each operation begins, and whether it recomputes its stage.
+    """Yield each operation, the index of the event at which it begins, and whether it recomputes its stage.
 
-    Forwards come in the sequence's order, backwards from the last stage down, the loss after the forward before it.
+    Forwards come in the sequence's order, backwards from the last stage to the first, the loss after the last forward
+    before it.
     """
     forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
     before_loss = list(sequence).index(Loss())
@@ -156,7 +157,7 @@ def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore the optimizer's state: the same tensors with the same values, and no new ones."""
-    # Not by load_state_dict: it casts the state to the parameters' dtype and would lose digits.
+    # Do not use load_state_dict, which casts the state to the parameters' dtype and would lose digits.
     entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]
     try:
         with values_restored(tensors_in([leaves for _, leaves, _ in entries])):
@@ -177,7 +178,7 @@ class TrainingStep:
     """Forward, loss, backward and optimizer step of `model` on `sample`, with the losses of several forwards added up.
 
     Each method starts from the same parameters, buffers and random state, and restores them. Gradients and the
-    optimizer's state persist from one to the next, as in training: see `state_restored`.
+    optimizer's state persist from one method call to the next, as in training; `state_restored` restores them.
     """
 
     model: nn.Module
@@ -194,7 +195,7 @@ class TrainingStep:
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
-        """Yield the measured peak of a step, in bytes; within the context, gradients and buffers are those after it."""
+        """Yield the measured peak of a step, in bytes. Within the context, gradients and buffers are as after it."""
         with self._same_state():
             with self._restored():
                 self._clear()
@@ -245,7 +246,7 @@ class TrainingStep:
         held: list[tuple[Any, Any]] = []
         losses: list[torch.Tensor] = []
         for number in range(self.forwards if forwards is None else forwards):
-            # Each forward gets its own batch, whose leaves are new ones: the caller's tensors get no gradient.
+            # Each forward gets its own copy of the batch with new leaves, so the caller's tensors get no gradient.
             given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
             sample = tree_map_only(torch.Tensor, lambda each: leaves_of(each) if each.requires_grad else each, given)
             args, kwargs = arguments_of(sample, self.model)

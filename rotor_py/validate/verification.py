@@ -38,7 +38,7 @@ def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The model's own loss (`output.loss`, `output["loss"]`) if it returns one, else the mean of squares of its output.
+    """Return the model's own loss (`output.loss`, `output["loss"]`) if it has one, else the mean square of its output.
 
     The means of several output tensors are summed. Raises UnsupportedModelError if no output tensor needs a gradient.
     """
@@ -70,7 +70,7 @@ def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
 
 
 def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Largest absolute difference; infinite if a tensor is missing, or NaN on one side only."""
+    """Return the largest absolute difference; infinite if a tensor is missing, or NaN on one side only."""
     if len(found) != len(expected):
         return float("inf")
     worst = 0.0
@@ -117,7 +117,7 @@ class Verification:
 
     Times cover forward, loss and backward; peaks include the optimizer step. `max_grad_difference` is the largest
     absolute difference of a gradient or buffer from the plain step, or of a parameter after the step if parameters are
-    stepped in the backward. It and `plain_*` are None if the plain step did not fit the device.
+    stepped in the backward. `max_grad_difference` and `plain_*` are None if the plain step did not fit the device.
     """
 
     measured_peak_bytes: int
@@ -136,7 +136,7 @@ class Verification:
     operations: tuple[TimedOperation, ...] = ()
     """Operations of the planned step in order, if requested."""
     loss: float | None = None
-    """Loss of the planned step. If it is not finite, equal gradients say little."""
+    """Loss of the planned step. If the loss is not finite, equal gradients prove little."""
     rounded: Rounded | None = None
     """Distance of gradients from exact ones, if the plan stores stages in low precision (`keep=`)."""
 
@@ -180,7 +180,7 @@ def verify(
         loss: a function of the output that returns a single number; `default_loss` if omitted.
         optimizer: steps in the steps whose peak is measured. Pass that of the `Checkpointable`, unless it steps in the
             backward: then it is known, and parameters are compared instead of gradients.
-        fresh_grads: gradients are freed between steps. None: as for the `Checkpointable`.
+        fresh_grads: whether gradients are freed between steps; None: as in the `Checkpointable`.
         others: sequences to follow instead of the plan.
         operations: take two more planned steps, for the time and memory of each operation.
         progress: called with (steps compared, all of them, name of the next).
