@@ -129,8 +129,8 @@ class BatchChoice:
     """The batch chosen for `mem_limit` bytes, its cost, and the alternatives.
 
     `step_seconds` covers forward, loss and backward of one batch; `optimizer_seconds` covers the optimizer step and
-    clearing gradients; `overhead` is the ratio of `step_seconds` to storing everything. Times are predicted from measured
-    stages.
+    clearing gradients; `overhead` is the ratio of `step_seconds` to storing everything. Times are predicted from
+    measured stages.
     """
 
     aim: Aim
