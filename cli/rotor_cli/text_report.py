@@ -45,7 +45,7 @@ def verified(facts: Facts, found: Verification) -> Text:
         other, step, beside = "plain", "plain step", ""
         if found.eager_difference is not None:
             other, step = "compiled, storing everything", "that step"
-            beside = f", and those of the model uncompiled by {found.eager_difference:g}"
+            beside = f", and from the uncompiled model by {found.eager_difference:g}"
         compared = "parameters after the step" if facts.budget.freed_gradients else "gradients"
         differ = f"{compared} and buffers differ by at most {found.max_grad_difference:g}{beside}"
         if (rounded := found.rounded) is not None:

@@ -96,7 +96,7 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart() -> None:
         ("h200", ["efficiencies no anchor: taken from the H100, which has the same chip"]),
         ("l4", ["efficiencies no anchor"]),
         ("h100", ["fitted to 37 steps of MPT models"]),
-        ("mi300x", ["kernels of ROCm (AOTriton, MIOpen) keep and take as much as CUDA's", "for hipBLAS"]),
+        ("mi300x", ["kernels of ROCm (AOTriton, MIOpen) save and need as many bytes as CUDA's", "for hipBLAS"]),
     ],
 )
 def test_text_and_page_say_what_is_exact_predicted_and_assumed(name: str, words: list[str]) -> None:
@@ -124,7 +124,7 @@ def test_bytes_alone_are_a_device_whose_rates_stand_in_is_said_and_recurrent_lay
     stand_in, (found, *texts) = "NVIDIA A100 SXM 80 GB", run("--device-memory", "24GB", model=RECURRENT)
     for shown in texts:
         assert f"the rates, the bandwidths and the kernels of {stand_in}, since only the memory" in shown
-        assert "Warning: that is not so of the recurrent layers (1): they were planned with operators of" in shown
+        assert "Warning: for the recurrent layers (1), no number is exact: they were planned with" in shown
     assert found["prediction"]["exact"]["inexact_layers"] == ["1"]
     assert found["prediction"]["assumed"]["rates_of"] == stand_in
     assert found["device"] == "a device of 24.0 GB"

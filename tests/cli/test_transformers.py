@@ -28,7 +28,7 @@ def test_a_class_is_made_from_its_configuration_planned_verified_and_reported(re
         ("LlamaForCausalLM", ["--config", "[1]"], "neither JSON"),
         ("LlamaForCausalLM", ["--device", "nowhere"], "no device is called 'nowhere'"),
         ("LlamaForCasualLM", [], "transformers has no LlamaForCasualLM; did you mean LlamaForCausalLM"),
-        ("ViTModel", ["--config", json.dumps(PICTURES)], "the input of ViTModel is 'pixel_values'; say its shape"),
+        ("ViTModel", ["--config", json.dumps(PICTURES)], "the input of ViTModel is 'pixel_values'; give its shape"),
         ("LlamaConfig", ["--config", "{}"], "--config needs a model class of transformers"),
     ],
 )
