@@ -143,7 +143,7 @@ class Passes:
     def __init__(self, held: Held, instructions: Instructions) -> None:
         # values for the next pass; None once a pass has begun that consumes all of them
         self.left: Held | None = held
-        # stage nodes by stage, as long as the graph lives
+        # nodes by stage; the caller's graph holds them, not the tape
         self.nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._instructions = instructions
         self._current: Pass | None = None

@@ -11,9 +11,9 @@
 #     buckets as soon as gradients are made.
 #  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including the
 #     `B` of its stage.
-#  4. The first run of a stage changes buffers and the random state. The tape records the state before it, and autocast:
-#     the forward state. A recompute starts from this state, and undoes its own changes. The plan's runners hold no
-#     state: they also serve other forwards in flight.
+#  4. The first run of a stage changes buffers and the random state. Before it, the tape records the forward state:
+#     buffers, random state and autocast. A recompute starts from this state, and undoes its own changes. The plan's
+#     runners hold no state: they also serve other forwards in flight.
 #  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. The tape holds no
 #     reference to the graph, so there are no cycles, and dropping the output drops everything.
 #  6. The tape releases an input as soon as no later operation reads it.
@@ -404,7 +404,7 @@ class Tape:
             self._kept[stage] = [tensor._version for tensor in held.inputs.held_tensors(stage)]
 
     def _refuse_written(self, held: Held, stage: int) -> None:
-        """Raise StageChangedError if the stage's input was written to after the tape kept it, as autograd raises."""
+        """Raise StageChangedError, as autograd would, if the stage's input was written to after the tape kept it."""
         now = [tensor._version for tensor in held.inputs.held_tensors(stage)]
         if stage in self._kept and now != self._kept[stage]:
             was, is_now = (" ".join(f"at version {each}" for each in versions) for versions in (self._kept[stage], now))

@@ -51,7 +51,7 @@ _MOST_READ = 8  # Parsed sequences to cache. A guess: each forward in flight may
 class Following:
     """How to run stages: by `sequence`, in the storage modes of `measurement`, with an offload `tier`.
 
-    `smaller` gives plans after an out-of-memory error. `changed` gets names of stages that cannot be recomputed.
+    `smaller` makes plans after an out-of-memory error. Stages that cannot be recomputed add their names to `changed`.
     """
 
     sequence: Sequence

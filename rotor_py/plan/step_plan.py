@@ -80,7 +80,7 @@ class StepPlan:
 
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
-        """Make a step plan of a loaded `file`. Raises PlanMismatchError if it was made for another model."""
+        """Make a step plan of a loaded `file`. PlanMismatchError if the file was made for another model."""
         plan = cls(source, file.costs.measurement, file.costs.budget, None, source.adopt(file), file, file.sequence)
         plan.fresh_gradients = file.fresh_grads
         return plan

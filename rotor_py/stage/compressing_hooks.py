@@ -108,7 +108,7 @@ class SavedView:
 #  1. A form gets storages, not tensors: autograd saves several views of one storage, and one tensor for several nodes.
 #     It gets each storage once, as a flat tensor of all its elements. Views are recreated from the restored storage.
 #  2. A form gets only memory that saving would add. Parameters, buffers and inputs of the stage (`untouched`) are saved
-#     unchanged. So are its outputs, since the next stage reads them; they are known when the run ends (`spare`).
+#     unchanged. Outputs are saved unchanged, too, since the next stage reads them; `spare` gets them when the run ends.
 #  3. A form gets only plain strided storages of at least `LEAST_BYTES`: no DTensor, sparse or lazily conjugated tensor.
 #     A second view of a storage in another dtype is saved unchanged, since the restored bits may differ.
 #  4. Autograd may save a tensor before it is filled: RReLU saves its noise, then draws it. So a tensor is converted

@@ -96,7 +96,7 @@ def own_need(tensor: torch.Tensor, number: int) -> Need | None:
 
 
 def need_of(node: Node, device: torch.device) -> Need:
-    """Return the part of its saved floating tensor that the backward of `node` reads."""
+    """Return whether the backward of `node` reads numbers, signs or only the shape of its saved floating tensor."""
     name = node.name()
     if device.type not in _SEEN:
         return Need.NUMBERS
