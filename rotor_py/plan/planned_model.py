@@ -177,7 +177,7 @@ class PlannedModel(Transparent):
         )
 
     def summary(self) -> str:
-        """Return one line about the plan in use: limit, fixed part, least possible, planned peak and overhead.
+        """Return one line about the plan in use: limit, fixed memory, least limit, planned peak and overhead.
 
         Raises ValueError before anything has been measured.
         """

@@ -218,7 +218,7 @@ class StepPlan:
             self.source.follow(self.cut)
 
     def summary(self, model: TrainedModel) -> str:
-        """Return one line: limit, fixed part, least possible, planned peak and overhead."""
+        """Return one line: limit, fixed memory, least limit, planned peak and overhead."""
         budget, sequence, stored = self.budget, self.followed, store_all(self.budget.chain)
         plain, planned = budget.makespan(stored), budget.makespan(sequence)
         overhead = planned / plain - 1 if plain else 0.0

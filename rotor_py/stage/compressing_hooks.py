@@ -113,7 +113,7 @@ class SavedView:
 #     A second view of a storage in another dtype is saved unchanged, since the restored bits may differ.
 #  4. Autograd may save a tensor before it is filled: RReLU saves its noise, then draws it. So a tensor is converted
 #     when the next node saves something or the run ends, unless it was written to in between.
-#  5. Two views share memory only if writes to one count as writes to the other. An RNN cell writes to parts of a
+#  5. Two views share a stored form only if they share a version counter. An RNN cell writes to parts of a
 #     storage with separate version counters, and saves each part when it is written.
 #  6. Reading a tensor that was saved unchanged checks for in-place writes: with hooks, autograd does not check.
 #  7. No object here refers to the graph: an output saved with its history would keep its own node alive.
