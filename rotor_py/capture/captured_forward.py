@@ -204,7 +204,7 @@ class CapturedForward:
             asking = Asking(answers)
             try:
                 output = self._call(args, kwargs, run_graph, recaptured, asking)
-            except OtherAnswerError as other:  # before any stage has run
+            except OtherAnswerError as other:  # raised by a check before any stage has run
                 answers = asking.corrected(other)
                 if put_back is not None:
                     put_back()
@@ -259,7 +259,7 @@ class CapturedForward:
                 kind="graph_break",
             ) from error
         except TorchRuntimeError:
-            if marks is None:  # with marks, the model cannot run uncaptured: its parameters are holes
+            if marks is None:  # a model with marks cannot run uncaptured, since its parameters are holes now
                 self._raise_own_error(args, kwargs)
             raise
         finally:

@@ -145,7 +145,7 @@ class CapturedGraph:
         remember_moved_elsewhere([function for _, function in cut.stages], written)
 
     def same_as(self, other: CapturedGraph) -> bool:
-        """Whether both graphs have the same operators. Sizes, and constants that follow from them, may differ."""
+        """Whether both graphs have the same operators. Sizes, and constants computed from sizes, may differ."""
         return self._facts.operators == other._facts.operators
 
     @property
@@ -235,8 +235,8 @@ def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
             group, module = marks.group_at(str(node.args[0]))
             name = type(group.modules[module]).__name__
             raise UnsupportedModelError(
-                f"no tensor with a gradient was found in what {name} returns, to which fully_shard was applied; let it "
-                "return tensors, in tuples, lists or dicts",
+                f"let {name} return tensors that require grad, in tuples, lists or dicts: fully_shard was applied, "
+                f"and no tensor with a gradient was found in what {name} returned",
                 kind="no_gradient",
                 name=name,
             )

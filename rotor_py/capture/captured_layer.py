@@ -202,7 +202,7 @@ class CapturedLayer(StageOffers):
             self._warned = True
             why = record_fields("stored_whole", name=self._name)
             _log.warning(
-                "layer %s is stored whole and not in part: %s. Steps may exceed the limit: call measure() to replan",
+                "layer %s stores all saved tensors, not a part: %s. Steps may exceed the limit: call measure() again",
                 self._name, cause, extra=why,
             )  # fmt: skip
 

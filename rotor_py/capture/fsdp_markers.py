@@ -68,7 +68,7 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _OLDEST = (2, 11)
 
 Table = dict[str, nn.Parameter | None]
-Place = tuple[Table, str]  # a module's table of parameters, and a name in it
+Place = tuple[Table, str]  # a module's dict of parameters, and a parameter's name in the dict
 
 
 class FSDPMarks:
@@ -113,7 +113,7 @@ class FSDPMarks:
 
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
-        """The place and group of each parameter, by the id of its hole."""
+        """Where each sharded parameter is (its table and name), and its group, by the id of its hole."""
         # One of its places suffices for a shared parameter: FSDP puts the same tensor into all of them.
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
@@ -131,7 +131,7 @@ class FSDPMarks:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Inside `marked`, restore the model's own parameters and hooks, so that a graph can run."""
+        """Inside the context `marked`, restore the model's own parameters and hooks, so that a graph can run."""
         self._put_back()
         try:
             yield

@@ -67,7 +67,7 @@ class _Now:
     asking: Asking | None = None
 
 
-# The questions of the forward being traced. Traced code sets them, so every thread's trace sees its own forward's.
+# The questions of the forward that is being traced. Traced code sets them, so each thread's trace finds its own.
 NOW = _Now()
 
 
@@ -101,7 +101,7 @@ def is_question(node: fx.Node) -> bool:
 
 
 def give_up(node: fx.Node) -> None:
-    """Stop checking a question that cannot be asked. Raises OtherAnswerError if yes was assumed."""
+    """Remove the check of a question that cannot be asked. Raises OtherAnswerError if its assumed answer is yes."""
     condition, number, assumed = node.args[:3]
     if assumed:
         raise OtherAnswerError(int(str(number)), False)

@@ -164,7 +164,7 @@ class CaptureSession:
             with self._refusing():
                 found = measure(self._forward)
             _log.info(
-                "each input shape is captured as a separate graph: %s", cause, extra=record_fields("graph_per_shape")
+                "sizes cannot be symbols; each shape has a graph: %s", cause, extra=record_fields("graph_per_shape")
             )
         main = found.main
         # Keep only the graph: the shared values in `found` may be as large as an input, and the session lives longer.

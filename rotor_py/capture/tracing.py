@@ -2,7 +2,7 @@
 
 Note [Sizes of inputs]
 
-By default, TorchDynamo traces a model for one shape, and again for each size that turns out to vary, for seconds each.
+By default, TorchDynamo traces a model for one shape, and again whenever a size changes; each trace takes seconds.
 This project makes every size a symbol from the start. A separate graph, reported in the log, is still traced for:
 
   1. A size of 1, which broadcasts. TorchDynamo assumes that a symbol is at least 2, so one graph cannot serve both.

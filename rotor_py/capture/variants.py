@@ -92,8 +92,8 @@ class MeasuredGraphs:
 
     @property
     def main(self) -> MeasuredGraph:
-        """The planned graph: the one that saves most for its backward."""
-        if len(self.graphs) == 1:  # saved bytes take long to add up
+        """The graph that is planned: that which saves most bytes for its backward."""
+        if len(self.graphs) == 1:  # a shortcut, since adding up saved bytes is slow
             return self.graphs[0]
         return max(self.graphs, key=lambda each: each.saved_bytes)
 
@@ -338,7 +338,7 @@ def _stage_by_stage(
         if progress is not None:
             progress(done, total, f"{name}, compiled")
 
-    # Measuring runs the stages, and the first run compiles.
+    # Measuring runs the stages, and a stage's first run compiles it.
     plain.measured_as(_with(plain.cut, wrapped), compiling)
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):

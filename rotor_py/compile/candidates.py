@@ -270,7 +270,7 @@ def _backward_temps(
         most = [0] * len(stages.members)
         number = 0
         for run, live in zip(reversed(partition.backward), reversed(curve), strict=True):
-            number = stage_of.get(run.node, number)  # a recomputed node belongs to the next stage's backward
+            number = stage_of.get(run.node, number)  # a recomputed node counts in the backward that runs after it
             most[number] = max(most[number], live)
         held = stages.bytes_of({*joint.primals, *joint.tangents, *stages.shared}) + sum(gradients)
         temps = []

@@ -69,7 +69,7 @@ class StageCompiler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.seconds = 0.0  # seconds spent compiling so far
-        self.seconds_of: dict[StageCode, float] = {}  # per kind of stages compiled so far
+        self.seconds_of: dict[StageCode, float] = {}  # seconds spent compiling each code
         self._codes: dict[Hashable, StageCode | None] = {}
         self._has_tools = True
 

@@ -38,7 +38,7 @@ _RUNNING_STATISTICS = {"running_mean", "running_var"}
 
 @dataclass
 class JointGraph:
-    """The graph of `module`, whose first `num_outputs` outputs are the forward's."""
+    """The joint graph of `module`. Its first `num_outputs` outputs are the forward's, the others are gradients."""
 
     module: fx.GraphModule
     num_outputs: int
@@ -142,7 +142,7 @@ class JointGraph:
         return found
 
     def allocating(self, node: fx.Node) -> fx.Node:
-        """Return the node that allocated the memory of a node of the forward, or of an `early` one."""
+        """Return the node that allocated the memory of `node`, which is in the forward or in `early`."""
         if node in self.root or node.target is operator.getitem:
             return self.root.get(node, node)
         found = next((each for each in node.all_input_nodes if self._shares(node, each)), None)

@@ -103,7 +103,7 @@ class GraphWatch:
 
 
 class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
-    """The backend inductor of `torch.compile` with `options` and a `partitioner`. It measures steps of its graphs."""
+    """The backend inductor of `torch.compile` with `options` and a `partitioner`; the graphs' steps are measured."""
 
     def __init__(self, options: dict[str, Any], dynamic: bool | None, partitioner: BudgetPartitioner) -> None:
         super().__init__(None, options, dynamic)  # type: ignore[no-untyped-call] # torch leaves it so
@@ -191,7 +191,7 @@ class WatchedGraph:
 
 
 class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
-    """Train everything compiled by `torch.compile` inside this block within `limit`.
+    """Keep training steps of models that `torch.compile` compiles inside this block within `limit`.
 
     `limit` is the peak memory of a training step of each compiled graph on its device: bytes (an int) or a text such as
     "4GB" or "80%" of the device. It covers parameters, buffers, inputs, saved activations, temporaries, outputs and

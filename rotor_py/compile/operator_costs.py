@@ -241,7 +241,7 @@ def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, 
 
 
 def reduces(node: fx.Node) -> bool:
-    """Whether a node's value is smaller than one of its inputs: a sum, for example."""
+    """Whether a node's value has fewer elements than one of its inputs, as that of a sum has."""
     value = node.meta.get("val")
     read = [each.meta.get("val") for each in node.all_input_nodes]
     sizes = [each.numel() for each in read if isinstance(each, torch.Tensor)]

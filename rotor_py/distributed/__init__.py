@@ -1,1 +1,1 @@
-"""Processes that train one model together, and the parameters that they share out among them."""
+"""Distributed training: groups of processes, parameters sharded by `fully_shard`, and pipelines."""

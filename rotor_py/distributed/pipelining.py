@@ -53,7 +53,7 @@ def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
     pending = [action for action in reversed(order[schedule.rank]) if action is not None]
     while pending:
         action = pending.pop()
-        if parts := getattr(action, "sub_actions", None):  # an overlapped forward and backward
+        if parts := getattr(action, "sub_actions", None):  # a forward and a backward that overlap
             pending.extend(reversed(parts))
         else:
             yield action.stage_index, action.computation_type.value

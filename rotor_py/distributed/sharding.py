@@ -28,8 +28,8 @@ HookPlace = tuple[dict[int, Any], int]  # a module's dict of hooks, and the key 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
-    sharded: nn.Parameter  # this process's shard, a DTensor with the shape of the whole parameter
-    places: tuple[tuple[nn.Module, str], ...]  # modules that use the parameter, with its name in each
+    sharded: nn.Parameter  # this process's shard: a DTensor, whose shape is that of the whole parameter
+    places: tuple[tuple[nn.Module, str], ...]  # modules that have the parameter, and its name in each
     dtype: torch.dtype  # dtype of the gathered parameter
     device: torch.device  # device of the gathered parameter
     size: torch.Size  # shape after gathering: with tensor parallelism, the shape of this process's part
@@ -118,7 +118,7 @@ class ShardGroup:
         keywords = {} if tensors else {"nothing": None}
         hooks = found._forward_pre_hooks
         entered: Any = hooks[_key(hooks, self._before)](found, tensors, keywords)
-        # The hook returns None if another module of the group has gathered the parameters.
+        # The hook returns None if another module of the group has gathered the parameters before.
         return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:

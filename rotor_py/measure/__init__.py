@@ -1,1 +1,1 @@
-"""Measure the costs of a model as a chain, and divide a limit in bytes."""
+"""Cut a model into stages, measure their time and memory, and budget the memory limit of a step."""

@@ -363,6 +363,6 @@ def peak_of(chain: Chain, sequence: Sequence) -> int:
 
 
 def recomputes(sequence: Sequence) -> bool:
-    """Whether a forward runs after the loss."""
+    """Whether `sequence` runs any forward after the loss, which is a recomputation."""
     operations = list(sequence)
     return any(not isinstance(operation, Backward) for operation in operations[operations.index(Loss()) + 1 :])

@@ -94,7 +94,7 @@ def _users_file(module: ModuleType) -> Path | None:
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     if not isinstance(file, str) or file.startswith(_LIBRARY_FOLDERS) or name.partition(".")[0] in _OURS:
         return None
-    return None if name.startswith("torch.") else Path(file)  # some modules of torch name files that do not exist
+    return None if name.startswith("torch.") else Path(file)  # `__file__` of some modules of torch does not exist
 
 
 # Modules of our classes that a signature describes completely.

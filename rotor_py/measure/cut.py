@@ -30,7 +30,7 @@ Layer = tuple[str, nn.Module]
 """A layer's dotted path in the model, and its module."""
 _NOTHING: Sharding = MappingProxyType({})
 JOINT = "+"
-"""Joins the names of layers that form one stage."""
+"""Separator in the name of a stage that joins the names of several layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))
     leading = 0 if needs_gradient else next(trained, len(found))
     if leading == len(found):
-        text = "set requires_grad on what should be trained: no parameter of the model and no input needs a gradient"
+        text = "set requires_grad on the parameters to train: no parameter of the model and no input needs a gradient"
         raise UnsupportedModelError(text, kind="no_gradient")
     refuse_random_state_of_its_own(found[leading:], device)
     # Clone the input, since the first layer may write into it.
@@ -194,7 +194,7 @@ def _run(
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
-        During("first run, to measure it,", name),
+        During("first run before measuring", name),
         gathered(module, sharding),
         isolated(module, device),
         torch.no_grad(),
@@ -202,7 +202,7 @@ def _run(
         output = module(value)
         wait_for(output)
     if not (outputs := tensors_in(output)):
-        text = f"layer {name!r} returned no tensor, so nothing after it can be trained"
+        text = f"let layer {name!r} return a tensor: it returned none, so no gradient would reach it"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)
     # Compare version counters, not values: an in-place ReLU may leave this input's values unchanged.
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]

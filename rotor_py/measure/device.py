@@ -1,4 +1,4 @@
-"""Memory of a device, and the bytes that a limit means on it."""
+"""Total and available memory of a device; conversion of a limit such as `80%` into bytes."""
 
 from __future__ import annotations
 

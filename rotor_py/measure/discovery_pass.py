@@ -74,7 +74,7 @@ class WalkedChain:
 
 
 def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:
-    """Return `layouts`, with None where a gradient matches its tensor; empty if all match."""
+    """Return `layouts`, with None for each gradient whose layout is that of its tensor; empty if all are."""
     found = tuple(
         None if strides is None or _alike(shape, own, strides) else strides
         for (shape, own), strides in zip(output, layouts, strict=False)

@@ -57,7 +57,7 @@ class SteppedParameters:
         return found
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
-        """Return, per stage, by how many bytes its backward changes the gradients that wait for earlier stages."""
+        """Return, per stage, the bytes of unfinished gradients of shared parameters that its backward adds."""
         return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
 
     def summed_up(self, cut: Cut) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Seconds and bytes of every part of a step.
+    """Measured seconds and bytes of a training step: stages, loss, and layers before the chain.
 
     `snapshot_bytes`: copies of changing buffers and attributes, and routing decisions, held for recomputations.
     """
@@ -74,7 +74,7 @@ class Measurement:
     """Whether the caller holds outputs without gradient through the backward. If the model returns a loss, they count
     as dropped until a step shows otherwise."""
     waiting_gradients: tuple[int, ...] = ()
-    """By how many bytes each stage's backward changes the gradients of shared parameters that wait for earlier stages.
+    """Bytes of unfinished gradients of shared parameters that each stage's backward adds; negative if it finishes them.
     Only of parameters that are stepped in the backward, which are not in `gradient_bytes`."""
     summed_gradients: tuple[int, ...] = ()
     """The same for all other parameters, if their gradients exist before the step; empty if stages share none."""
@@ -131,7 +131,7 @@ class Measurement:
 
     @property
     def fewer_bits(self) -> str | None:
-        """The `keep=` word of the low precision that a plan may use; None if all modes are exact."""
+        """The value of `keep=` that names the lowest precision of any storage mode; None if all modes are exact."""
         return word_of(name for names in self.way_names for name in names)
 
     def chain(self, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
@@ -140,7 +140,7 @@ class Measurement:
         With several `forwards` in flight, all gradients exist from the first backward on, and none is in the chain.
         """
         length = len(self.stages)
-        gradient = [0] * length  # left by each backward, less those that it finishes
+        gradient = [0] * length  # bytes of gradients that each stage's backward allocates, minus those that it frees
         if forwards == 1:
             gradient = list(self.gradient_bytes if fresh_gradients else self.summed_gradients or gradient)
         if self.waiting_gradients:
@@ -225,7 +225,7 @@ def costliest(chains: Sequence[Chain]) -> Chain:
         most = _most(
             same, "activation", "gradient", nograd_time="seconds_without_graph", nograd_temp="temp_without_graph"
         )
-        # Of freed bytes and saved time, take the minimum.
+        # Take the minimum of the bytes and seconds that runs save: a plan can rely on no more in all processes.
         least = {name: min(getattr(each, name) for each in same) for name in _LEAST}
         stages.append(Stage(options=tuple(map(_costliest_option, agreed)), name=same[0].name, **most, **least))
     return Chain(

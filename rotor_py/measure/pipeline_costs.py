@@ -66,7 +66,7 @@ def pipeline_costs(
 
 
 def _with_prefix(measurement: Measurement) -> Chain:
-    # Parts of a pipeline share no parameters.
+    # The ranks of a pipeline share no parameters, so no gradients of shared ones are summed.
     chain = replace(measurement, summed_gradients=()).chain(fresh_gradients=False)
     prefix = measurement.prefix
     if prefix is None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import RLock
 
 planning = RLock()
-"""Held while a model is measured, captured or solved for.
+"""Held while a model is captured or measured, or a plan is solved for.
 
 A process can run only one PyTorch profiler, two measurements at once would distort each other's times, and some of
 Numba's threading layers allow one caller only. Reentrant: measuring holds it and calls the solver, which takes it.

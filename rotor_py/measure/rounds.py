@@ -27,7 +27,7 @@ TOO_FAR = 0.10
 
 
 class StageTimes:
-    """Timed runs of stages by signature (`kind`). `closely`: with the small error that a Pareto front needs."""
+    """Timed runs of stages by signature (`kind`). `closely`: until the error is small enough for a Pareto front."""
 
     def __init__(self, *, closely: bool = False) -> None:
         self._known, self._steps = (CLOSELY, STEPS_CLOSELY) if closely else (WELL_KNOWN, STEPS)
@@ -41,7 +41,7 @@ class StageTimes:
             self._exact.add(kind)
 
     def add_earlier(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
-        """Add runs timed by an earlier process, unless their spread shows a busy machine."""
+        """Add runs timed by an earlier process, unless their large spread shows that the machine was busy."""
         if spread([run.total for run in runs]) <= TOO_FAR:
             self._runs[kind] = list(runs)
 

@@ -106,7 +106,7 @@ class MeasuringOptions:
 
     `fresh_gradients`: gradients are freed between steps. `stepped`: parameters that the backward steps. `keepers`:
     storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. The processes of `group` measure
-    the same stages together. `as_node` times a stage as an autograd node. `cache`: use measurements of earlier
+    the same stages together. `as_node`: runs a stage as an autograd node. `cache`: use measurements of earlier
     processes, and store new ones. `closely`: times need a small error, since a limit is read off the Pareto front.
     `progress` is called with the number of finished stages, the number of stages, and the next stage's name.
     `loss_temp_bytes`: scratch memory to assume if no `loss` is given. `outputs_held`: the caller holds all outputs,
@@ -144,7 +144,7 @@ class StageMeasurer:
         silent: tuple[int, ...] = (),
         layer_offers: LayerOffers | None = None,
     ) -> None:
-        self.activation_bytes = 0  # bytes of the next stage's input, as the chain counts them
+        self.activation_bytes = 0  # bytes of the next stage's input, without carried tensors
         self._device = device
         self._options = options
         self.stepped = options.stepped

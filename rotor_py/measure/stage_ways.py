@@ -1,4 +1,4 @@
-"""Choose the storage modes to measure, to time, and to plan with."""
+"""Choose the storage modes of stages that are measured, timed, and offered to the solver."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class FileTier(Tier):
             message = f"use offload='host' on {storage.device}: only CPU memory can be offloaded to a file"
             raise OffloadError(message, kind="other_device", name=str(storage.device))
         self._file.refuse_stopped()
-        if os.getpid() != self._process:  # after a fork, two processes would write to the same ranges
+        if os.getpid() != self._process:  # forked: two processes would write to the same ranges of the file
             message = (
                 "make the Checkpointable in the process that trains: this process was forked after the file was opened"
             )

@@ -51,9 +51,9 @@ class Moved:
 
 
 class Tier:
-    """A memory tier for storages, used by one thread at a time. This base class is for fake tensors."""
+    """A memory tier for storages, used by one thread at a time. This base class simulates one, for fake tensors."""
 
-    name = "host"  # name in options: `host`, or `file:/path`
+    name = "host"  # the tier's name in options: `host`, or `file:/path`
     moved_bytes = 0  # bytes offloaded so far
 
     @property

@@ -265,9 +265,9 @@ def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
     processes.run(around_a_step, str(tmp_path))
 
 
-def test_a_layer_that_gets_a_hook_is_stored_whole_and_a_warning_says_so(processes: Processes, tmp_path: Path) -> None:
+def test_a_layer_that_gets_a_hook_stores_all_and_a_warning_says_so(processes: Processes, tmp_path: Path) -> None:
     for said in processes.run(hooks_that_come_later, str(tmp_path)):
-        assert any("is stored whole and not in part" in each for each in said)
+        assert any("stores all saved tensors, not a part" in each for each in said)
 
 
 def test_layers_of_a_chain_are_captured_one_by_one_and_measured_without_holding_whole_parameters(
@@ -293,7 +293,7 @@ def test_stages_that_are_run_again_are_not_gathered_all_at_once(processes: Proce
         ("broken", "does not capture its forward as one graph"),
         ("wrapping", "no tensor with a gradient was found in what"),
         ("still", "nothing in the graph of"),
-        ("old torch", "takes torch 2.11 or newer"),
+        ("old torch", "needs torch 2.11 or newer"),
     ],
 )
 def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all_processes(

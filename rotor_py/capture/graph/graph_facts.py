@@ -52,17 +52,17 @@ class GraphFacts:
     marks: FSDPMarks | None
     # Nodes that run once, before all others: those without gradient that can, and those that must. In graph order.
     context: list[fx.Node] = field(default_factory=list)
-    body: list[fx.Node] = field(default_factory=list)  # the other nodes, in the order of the graph
+    body: list[fx.Node] = field(default_factory=list)  # all other nodes that compute something, in graph order
     outputs: list[Any] = field(default_factory=list)
     modes: dict[fx.Node, Modes] = field(default_factory=dict)
     # Placeholders that are parameters or buffers of the model.
     owned: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
-    # Nodes that name a module, such as the body of a higher-order operator.
+    # `get_attr` nodes whose value is a module, such as the body of a higher-order operator.
     modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
     given: list[fx.Node] = field(default_factory=list)  # the other placeholders: the caller's inputs
     # Nodes whose memory the body may write. A node that reads this memory later has to be in the body, too.
     written: set[fx.Node] = field(default_factory=set)
-    # Owned placeholders that are holes, each with its parameter's place and FSDP group.
+    # Members of `owned` whose parameter is a hole (see `fsdp_markers.py`), with the parameter's place and FSDP group.
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
 
     @property
@@ -210,7 +210,7 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
 # Share of all bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more, large
 # stages remain; with less, more carried tensors take memory.
 _HUGE = 0.3
-# Fewest new cuts for which one more tensor is carried. A guess: fewer save less memory than the tensor takes.
+# One more tensor is carried if it makes at least this many cuts possible. A guess: fewer cuts save less than it takes.
 _WORTHWHILE = 4
 # Outputs of the graph up to this share of all bytes are always carried. Chosen so that a thousand take a tenth.
 _TINY = 1e-4

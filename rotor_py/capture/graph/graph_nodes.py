@@ -12,7 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import sympy  # torch needs it for its symbols
+import sympy  # a dependency of torch
 import torch
 from torch import fx
 from torch.distributed.tensor import DTensor

@@ -192,7 +192,7 @@ _OPERATORS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class _Arguments(NamedTuple):
-    """Arguments of a recurrent operator, nodes or constants. The state of an LSTM is a pair."""
+    """Arguments of a recurrent operator, nodes or constants. For an LSTM, `state` is a pair of tensors."""
 
     value: Any
     state: Any

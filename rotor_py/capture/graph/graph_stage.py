@@ -106,7 +106,7 @@ class WholeRun:
         self._graph = fx.GraphModule(nn.Module(), graph, "WholeRun")
 
     def __call__(self, values: list[Any], name_of: Callable[[int], str]) -> tuple[Any, ...]:
-        """Run the stages on `values`, the live then the shared ones; empty the list. Errors name their stage."""
+        """Run the stages on a list of their live, then shared values, and empty the list. Errors name their stage."""
         # Look parameters up in every run: one may have been replaced.
         owned = [table[name] for table, name in self._places]
         try:
@@ -172,11 +172,11 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._signature = tuple(emitter.signature)
         self._sizes = emitter.facts.sizes
         self._known = known
-        self._like: list[GraphStage] = []  # the same stage for other sizes, in a list, which hides it from `nn.Module`
+        self._like: list[GraphStage] = []  # the same stage for other sizes; a list hides it from `nn.Module`
         self._parts: dict[str, SavedPart] | None = None
         # Graphs by storage mode (None: everything is stored), and by whether they skip the output.
         self._own_graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = {}
-        self._runs: dict[tuple[GraphStage, ...], WholeRun | None] = {}  # this stage as one with following ones
+        self._runs: dict[tuple[GraphStage, ...], WholeRun | None] = {}  # `run_through`, by the following stages
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs that run on another module's attributes cannot be copied: a copy of the stage makes its own.

@@ -96,7 +96,7 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
     flow = Network("source", "saved")
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
-        # An overwritten value is gone and cannot be kept.
+        # A value that the graph overwrites in place cannot be kept.
         flow.add_edge((node, "made"), (node, "kept"), None if node in values.overwritten else keeping[node])
         if node in values.saved:
             flow.add_edge((node, "kept"), "saved")

@@ -230,7 +230,7 @@ class MarkedStage:
     outputs: Sequence[fx.Node]
 
     def in_pieces(self, body: fx.GraphModule, wrap: Wrap) -> fx.GraphModule:
-        """Return the stage's graph with `wrap(piece)` in place of every piece; `body` is the graph without pieces."""
+        """Return the stage's graph `body` with the nodes of each piece replaced by a call of `wrap(piece)`."""
         emitter = Emitter(self.facts, self.inputs)
         end = 0
         for number, (is_mark, group) in enumerate(itertools.groupby(self.nodes, lambda node: node.target in MARKS)):
@@ -288,6 +288,6 @@ class MarkedStage:
 
 
 def _on_the_tables_of(body: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
-    """Share the parameter and buffer tables of `body`, so that replacing one there replaces it in `graph`."""
+    """Let `graph` share the parameter and buffer tables of `body`, so that a tensor replaced in one is in both."""
     graph.__dict__["_parameters"], graph.__dict__["_buffers"] = body._parameters, body._buffers
     return graph
