@@ -99,7 +99,7 @@ def is_users(file: str) -> bool:
     return path.suffix == ".py" and not any(library in path.resolve().parents for library in _LIBRARIES)
 
 
-class _AsMade(torch.autograd.Function):
+class _AsOperatorResult(torch.autograd.Function):
     """Give a tensor a grad_fn, as an operator's result has: autograd forbids to overwrite a leaf."""
 
     @staticmethod
@@ -112,10 +112,10 @@ class _AsMade(torch.autograd.Function):
         return None, *gradients
 
 
-def as_made(value: Any) -> Any:
+def as_operator_results(value: Any) -> Any:
     """Give the leaves of `value` that require a gradient a grad_fn, as if operators had made them."""
     history = torch.empty(0, requires_grad=True)
-    apply: Any = _AsMade.apply  # untyped in torch
+    apply: Any = _AsOperatorResult.apply  # untyped in torch
 
     def made(tensor: torch.Tensor) -> Any:
         return apply(history, tensor.detach()) if tensor.requires_grad and tensor.is_leaf else tensor
@@ -166,7 +166,7 @@ def measure_graphs(
             # `input_owned`: the graph's caller holds its inputs, so a plan cannot free them.
             cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
-            made = as_made(stages.walk(options.progress))
+            made = as_operator_results(stages.walk(options.progress))
             stages.settle_layouts(())
             returned = tuple(map(weakref.ref, tensors_in(made)))
             context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
@@ -175,7 +175,7 @@ def measure_graphs(
             earlier = storages(
                 tensor for each in found.graphs for ref in each.returned if (tensor := ref()) is not None
             )
-            extra = _beside_stages(graph, cut, value, arguments, earlier, device) if found.graphs else (0, 0)
+            extra = _later_graph_bytes(graph, cut, value, arguments, earlier, device) if found.graphs else (0, 0)
             found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around, *extra))
         return outputs
 
@@ -202,8 +202,8 @@ def measure_graphs(
         main = found.main
         # The budget already counts parameters, the batch, and the main graph's inputs and outputs.
         known = tensors_in([args, kwargs, [each() for each in main.around]])
-        elsewhere = storages([*model.parameters(), *model.buffers(), *known])
-        found.returned_bytes = storage_bytes(tensors_in(found.output), owned_elsewhere=elsewhere)
+        counted = storages([*model.parameters(), *model.buffers(), *known])
+        found.returned_bytes = storage_bytes(tensors_in(found.output), owned_elsewhere=counted)
         del known
         if options.loss is not None:
             trained_bytes = storage_bytes(tensor for tensor in tensors_in(found.output) if tensor.requires_grad)
@@ -226,7 +226,7 @@ def measure_graphs(
     return found
 
 
-def _beside_stages(
+def _later_graph_bytes(
     graph: CapturedGraph,
     cut: Cut,
     value: Any,

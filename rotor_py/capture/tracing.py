@@ -171,11 +171,11 @@ def _shapes_unlogged() -> Iterator[None]:
     """Silence the twenty lines that torch logs for a shape error in this thread: the error itself says the same."""
     thread = get_ident()
 
-    def elsewhere(record: logging.LogRecord) -> bool:
+    def is_logged(record: logging.LogRecord) -> bool:
         return record.levelno != logging.ERROR or record.thread != thread
 
-    _fake_tensors.addFilter(elsewhere)
+    _fake_tensors.addFilter(is_logged)
     try:
         yield
     finally:
-        _fake_tensors.removeFilter(elsewhere)
+        _fake_tensors.removeFilter(is_logged)

@@ -3,7 +3,7 @@
 Compiled as a whole, the graph is one stage and as fast as under `torch.compile`, which fuses operators across the
 borders of stages. The compiler's partitioner, not the plan, then chooses the tensors that the forward saves: the joint
 graph predicts the bytes of each partition before anything is compiled. The compiled stage is measured like any other.
-If it needs more memory than predicted, or so much less that a faster partition may fit, one other is compiled.
+If it needs more memory than predicted, or so much less that a faster partition may fit, a second one is compiled.
 """
 
 from __future__ import annotations
@@ -328,8 +328,8 @@ def _stage_by_stage(
     plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None, agree: Agree
 ) -> list[MeasuredGraph]:
     """Return two variants: with only the stages compiled that get faster, and with all stages compiled that can be.
-    Return one if both are equal, none if no stage can be compiled. By its limit, the plan chooses one of them or the
-    uncompiled graph: a faster stage may need more memory. `agree` returns each number's maximum over all processes.
+    Return one if both are equal, none if no stage can be compiled. The plan's limit decides between these and the
+    uncompiled graph, since a faster stage may need more memory. `agree` returns each number's maximum over processes.
     """
     kinds, seconds = len(compiler.seconds_of), compiler.seconds
     wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]

@@ -334,7 +334,7 @@ _WORK = 300_000  # total nodes of all partitions to simulate, roughly. A guess: 
 # Budgets of PyTorch's partitioner to try. A guess: each takes about a second, and budgets in between hardly differ.
 _TORCH_BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 # Inductor's code is slower by this factor for our partitions than for PyTorch's with the same predicted time. Measured
-# on a ConvNeXt, with three of each: 1.02 to 1.06.
+# on a ConvNeXt, for three partitions of either kind: 1.02 to 1.06.
 _SLOWDOWN = 1.04
 _FEWEST = 32  # fewest partitions of each kind to simulate, even of large graphs. A guess: fewer miss good ones
 

@@ -144,8 +144,7 @@ class _TensorFunction(nn.Module):
 
     def note_outputs(self, *tensors: torch.Tensor) -> None:
         """Run the stage, and record where its outputs come from. Raises NotCompilableError if it makes no tensor."""
-        # Not while AOTAutograd traces: it passes other tensor objects than its inputs, so an input that the stage
-        # returns would not be recognized.
+        # Not while AOTAutograd traces: it passes other tensor objects, so inputs that are returned are not recognized.
         returned, self.spec = tree_flatten(self._returned(tensors))
         for position, leaf in enumerate(returned):
             given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)

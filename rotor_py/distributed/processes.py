@@ -41,9 +41,9 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
     if len(known) < dist.get_world_size():
         # Exchange known ranks in one dimension after the other. Then each process knows all connected processes.
         for ranks, group in groups:
-            told: list[set[int]] = [set()] * len(ranks)
-            dist.all_gather_object(told, known, group=group)
-            known = set().union(*told)
+            known_by_rank: list[set[int]] = [set()] * len(ranks)
+            dist.all_gather_object(known_by_rank, known, group=group)
+            known = set().union(*known_by_rank)
     if len(known) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD

@@ -112,8 +112,7 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     memory while a view of it exists. Leading layers without trained parameters form the prefix.
 
     Raises UnsupportedModelError if `model` is not a nested `nn.Sequential`, has nothing to train, or has a layer that
-    returns no tensor or cannot be recomputed with the same numbers. Errors of a layer pass through, with a note that
-    names it.
+    returns no tensor or cannot be recomputed with the same numbers. Errors of a layer pass through; a note names it.
     """
     # Gather parameters in their own dtype: FSDP's hooks, which cast inputs for mixed precision, do not run here.
     return cut_layers(layers(model), value, device, sharding_of(model, mixed_precision=False))

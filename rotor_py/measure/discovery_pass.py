@@ -117,7 +117,7 @@ def refuse_lost_gradients(
 
 
 class DiscoveryPass:
-    """Runs discovery passes over a chain and holds their findings. The backward steps the parameters in `stepped`."""
+    """Runs discovery passes over a chain and holds their findings. `stepped`: parameters stepped in the backward."""
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped

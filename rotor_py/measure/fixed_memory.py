@@ -57,11 +57,11 @@ class SteppedParameters:
         return found
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
-        """Return, per stage, the bytes of unfinished gradients of shared parameters that its backward adds."""
+        """Return, per stage, the bytes that its backward adds to unfinished gradients of shared parameters."""
         return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
 
     def summed_up(self, cut: Cut) -> tuple[int, ...]:
-        """Return `waiting` for the other parameters, if their gradients exist before the step.
+        """Return the same as `waiting` for all other parameters, if their `grad` exists before the step.
 
         The engine sums the gradients of stages that share a parameter, then adds the sum to `grad`, if there is one.
         """

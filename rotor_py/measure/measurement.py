@@ -82,7 +82,7 @@ class Measurement:
     """Bytes of the new tensor in which the engine sums the first two gradients of a shared parameter, by the stage of
     the second; empty if it adds in place."""
     output_held: bool = True
-    """Whether the caller holds the last stage's outputs with gradient. False if later graphs read them instead."""
+    """Whether the caller holds the last stage's outputs with gradient. False if only later graphs read them."""
     ways: tuple[tuple[Way, ...], ...] = ()
     """The partial storage modes of each stage: option n of the stage in the chain is its n-th mode."""
     unrepeatable: tuple[int, ...] = ()
@@ -225,7 +225,7 @@ def costliest(chains: Sequence[Chain]) -> Chain:
         most = _most(
             same, "activation", "gradient", nograd_time="seconds_without_graph", nograd_temp="temp_without_graph"
         )
-        # Take the minimum of the bytes and seconds that runs save: a plan can rely on no more in all processes.
+        # Take the minimum of freed bytes and of saved seconds, on which a plan can rely in all processes.
         least = {name: min(getattr(each, name) for each in same) for name in _LEAST}
         stages.append(Stage(options=tuple(map(_costliest_option, agreed)), name=same[0].name, **most, **least))
     return Chain(

@@ -27,7 +27,7 @@ TOO_FAR = 0.10
 
 
 class StageTimes:
-    """Timed runs of stages by signature (`kind`). `closely`: until the error is small enough for a Pareto front."""
+    """Timed runs of stages by signature (`kind`). `closely`: with the smaller error that a Pareto front needs."""
 
     def __init__(self, *, closely: bool = False) -> None:
         self._known, self._steps = (CLOSELY, STEPS_CLOSELY) if closely else (WELL_KNOWN, STEPS)

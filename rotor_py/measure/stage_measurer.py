@@ -104,7 +104,7 @@ class CarriedTensors:
 class MeasuringOptions:
     """Options for measuring the stages of a chain, and the loss after them.
 
-    `fresh_gradients`: gradients are freed between steps. `stepped`: parameters that the backward steps. `keepers`:
+    `fresh_gradients`: gradients are freed between steps. `stepped`: parameters stepped in the backward. `keepers`:
     storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. The processes of `group` measure
     the same stages together. `as_node`: runs a stage as an autograd node. `cache`: use measurements of earlier
     processes, and store new ones. `closely`: times need a small error, since a limit is read off the Pareto front.
@@ -336,7 +336,7 @@ class StageMeasurer:
         self._kinds.append(kind)
         _, memory = self._known[kind]
         remember_moving(function, memory.moving)
-        if memory.undecided:  # do not watch for routing decisions, which may take longer than the stage itself
+        if memory.undecided:  # do not watch for routing decisions: watching may take longer than the stage itself
             remember_undecided(function)
         return memory
 
@@ -380,7 +380,7 @@ class StageMeasurer:
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
-    # Bytes of gradients that each backward allocates. For a shared parameter, this is the last stage that has it.
+    # Bytes of gradients that each backward leaves. A shared parameter's gradient counts in the last stage that has it.
     seen: set[int] = set()  # ids of parameters, since `==` of tensors is elementwise
     result = []  # from the last stage on, in backward order
     for _, function in reversed(cut.stages):

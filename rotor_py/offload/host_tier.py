@@ -159,8 +159,7 @@ class PinnedBuffer:
 class PinnedBuffers:
     """A pool of pinned buffers, which are reused because pinning takes as long as many copies.
 
-    A request gets the smallest free buffer that has its size up to twice its size. All buffers together take at most
-    twice the peak of requested bytes.
+    A request gets the smallest free buffer of its size to twice its size. All take at most twice the peak of requests.
     """
 
     def __init__(self) -> None:

@@ -251,7 +251,7 @@ class MarkedStage:
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
-        """Return a context that gathers parameters for a recomputation, by node number: FSDP gathers one module's."""
+        """Return a context, for recomputing values, that gathers the parameters that given nodes (by number) read."""
         sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
         groups: dict[fx.Node, ShardGroup] = {}
         for node in body.graph.nodes:
