@@ -1,4 +1,4 @@
-"""Measure what the stages of a model cost, in seconds and bytes on CPU and CUDA, without changing the model."""
+"""Measure the seconds and bytes of a model's stages on CPU and CUDA, without changing the model."""
 
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, buffers_kept, isolated

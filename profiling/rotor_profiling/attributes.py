@@ -1,7 +1,7 @@
 """Record and restore plain attributes of modules, such as a count of calls.
 
-Parameters, buffers and submodules have tables of their own. Modules generated from a graph (`HasKind`) set no
-attributes.
+Parameters, buffers and submodules are not plain attributes: they have tables of their own. Modules generated from a
+graph (`HasKind`) set no attributes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rotor_profiling.storage import storage_bytes, storages, tensors_in
 from rotor_solver.described_error import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
-# Exactly these classes: a subclass may refuse to be filled, as the outputs of transformers do.
+# Exactly these classes, as a subclass may not allow `clear` and refilling; model outputs of transformers do not.
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _MISSING = object()
 
@@ -42,7 +42,8 @@ Table = dict[str, Any]
 class Change:
     """An attribute that a run changed, with its former value; `_MISSING` if it did not exist.
 
-    `values` are a copy of the former values of a tensor that was written into; `version` is the tensor's before.
+    If the attribute is a tensor, `version` is its former version counter, and `values` a copy of its former values,
+    if one was made.
     """
 
     module: nn.Module
@@ -54,17 +55,17 @@ class Change:
 
     @property
     def lost(self) -> bool:
-        """Whether the former values of a tensor have been overwritten, and there is no copy."""
+        """Whether the former values of a tensor have been overwritten without a copy."""
         return self.values is None and self.version is not None and self.value._version != self.version
 
     def find_as_before(self) -> None:
-        """Restore the former state for a recomputation, which may change it, but not the tensor that graphs hold."""
+        """Restore the former state for a recomputation, which may write to it: so a tensor is restored as a copy."""
         self._set(self.value if self.values is None else self.values.clone())
 
     def put_back(self) -> None:
         """Restore the original object and its contents."""
         if self.values is not None:
-            # Through `data`, which leaves the version: a graph may have saved the tensor.
+            # Through `data`, which keeps the version counter: a graph may have saved the tensor.
             self.value.data.copy_(self.values)
         self._set(self.value)
 
@@ -87,7 +88,7 @@ class Change:
 class Attributes:
     """Snapshot of the plain attributes of the modules of `function`.
 
-    Copies the tensors that runs write into; all tensors of a module that has not run before.
+    Copies tensors that earlier runs wrote into; for a module that has not run before, all tensors.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -96,12 +97,12 @@ class Attributes:
     def changes(self) -> list[Change]:
         """Return the changes since the snapshot.
 
-        Raises RuntimeError if a tensor was written into for the first time, so that there is no copy.
+        Raises RuntimeError if a run wrote into a tensor for the first time, so that the snapshot has no copy.
         """
         return [each for before in self._before for each in _changes(*before)]
 
     def after_run(self) -> Callable[[], list[Change]]:
-        """Return a function that finds later changes, to undo them for a recomputation; keeps no needless copy.
+        """Return a function that lists changes since the snapshot, for a recomputation; drops needless copies.
 
         Raises RuntimeError like `changes`.
         """
@@ -115,7 +116,7 @@ class Attributes:
     def put_back(self, *, caches: bool = True) -> None:
         """Restore all attributes.
 
-        Without `caches`, values made where none was before stay, if later runs read but never changed them.
+        Without `caches`, keeps caches: attributes that were missing or None before and that no run changed again.
         """
         for change in self.changes():
             if caches or not change.made or change.name in _changing[change.module]:
@@ -133,7 +134,7 @@ def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Ite
 
 
 def sets_attributes(function: Callable[..., Any]) -> bool:
-    """Whether a run of `function` has changed an attribute from one value to another."""
+    """Return whether a run of `function` has changed an attribute from one value to another."""
     return any(_changing.get(module) for module in modules_of(function, but=HasKind))
 
 
@@ -150,7 +151,7 @@ def kept_bytes(function: Callable[..., Any]) -> int:
 
 
 def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """Return the tensors in attributes that each run sets anew: in memory until the next, as in weight norm."""
+    """Return tensors in attributes that every run replaces, as weight norm does: each stays until the next run."""
     modules = modules_of(function, but=HasKind)
     changing = [(module, name) for module in modules for name in _changing.get(module, ())]
     names = [(module, name) for module, name in changing if name not in _written[module]]
@@ -160,7 +161,7 @@ def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
-    # Recurrent layers have lists of their parameters.
+    # Excluded from attributes: recurrent layers, for example, list their parameters in an attribute.
     tables = [table for module in modules for table in (module._parameters, module._buffers)]
     return storages(each for table in tables for each in table.values() if each is not None)
 
@@ -176,7 +177,7 @@ def with_gradients(changes: Iterable[Change]) -> list[str]:
 
 
 def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list[nn.Module]:
-    """Return what `modules()` yields, in less time, without modules of the class `but` and what they contain."""
+    """Return the modules that `modules()` yields, faster, except modules of class `but` and the modules in them."""
     found: dict[nn.Module, None] = {}
     pending: list[Any] = [function] if isinstance(function, nn.Module) else []
     while pending:
@@ -189,7 +190,7 @@ def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list
 
 
 def _before(module: nn.Module) -> tuple[Table, list[Change]]:
-    """The attributes, and those of them that may change inside."""
+    """Return all attributes, and `Change` records of containers and tensors, which a run may change in place."""
     values = dict(vars(module))
     inside, written = [], _written.get(module)
     for name, value in values.items():
@@ -204,7 +205,7 @@ def _before(module: nn.Module) -> tuple[Table, list[Change]]:
 
 
 def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[Change]:
-    """The changes that a run made, which are remembered as such."""
+    """Yield the changes that a run made, and record their names in `_changing` and `_written`."""
     changing, written = _changing.setdefault(module, set()), _written.setdefault(module, set())
     for change, wrote in _differences(module, values, inside):
         if change.value is not None and change.value is not _MISSING:
@@ -213,15 +214,15 @@ def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator
             written.add(change.name)
             if change.values is None:
                 what = f"the attribute {change.name!r} of {type(module).__name__}"
-                message = f"run the step once more: a forward wrote to {what}, which was not known to change"
+                message = f"run the step once more: a forward wrote to {what}, which no earlier forward had changed"
                 raise InvalidStateError(message, kind="attribute_changed", name=change.name)
         yield change
 
 
 def _differences(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[tuple[Change, bool]]:
-    """What is otherwise than it was, and whether a tensor was written into."""
+    """Yield every change, and whether the run wrote into a tensor."""
     now = vars(module)
-    if now.keys() == values.keys() and all(map(operator.is_, now.values(), values.values())):  # as most are
+    if now.keys() == values.keys() and all(map(operator.is_, now.values(), values.values())):  # most modules
         changed = set()
     else:
         names = (now.keys() | values.keys()) - _TABLES

@@ -1,4 +1,4 @@
-"""Run a function of a model without changing its gradients, buffers, attributes (but caches) or the RNG state."""
+"""Run a function of a model without changing its gradients, buffers, attributes (except caches) or the RNG state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rotor_profiling.attributes import Attributes, modules_of
 from rotor_profiling.storage import equal
 from rotor_profiling.torch_compat import parametrize, unset_fake_temporarily
 
-# Position of a module's tensor: its table of parameters or buffers, the name, and the tensor
+# A parameter or buffer of a module: the module's table of them, the name in it, and the tensor
 Slot = tuple[dict[str, Any], str, torch.Tensor]
 
 
 def parameter_slots(function: Callable[..., Any], trained: Container[int] | None = None) -> list[Slot]:
-    """Return the slots of all parameters of `function`, if it is a module, that are trained, or whose ids are given."""
+    """Return the slots of a module's parameters that require gradients, or whose ids are in `trained` if given."""
     found = _slots(function, "_parameters")
     if trained is not None:
         return [slot for slot in found if id(slot[2]) in trained]
@@ -42,8 +42,8 @@ def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for _, _, tensor in parameter_slots(function)}.values())
 
 
-# Ctrl-C arrives between any two instructions, also in those that undo. So every change has its undoing on a list before
-# it is made; what an interrupted context has not undone, the next one around it does. Undoing twice does no harm.
+# Ctrl-C may interrupt any instruction, even of code that undoes a change. So a function that undoes a change is listed
+# before the change, and an enclosing context calls those that an interrupted one has left. Undoing twice is harmless.
 
 Undoing = list[Callable[[], object]]
 
@@ -58,14 +58,14 @@ _open = _Open()
 
 @contextmanager
 def undoing() -> Iterator[Undoing]:
-    """Yield a list of functions, to be called from the last to the first as the context exits; the caller appends."""
+    """Yield a list for the caller to append functions to. When the context exits, calls them from last to first."""
     own: Undoing = []
     lists = _open.lists
     lists.append(own)
     try:
         yield own
     finally:
-        while any(each is own for each in lists):  # those after it are of contexts that were interrupted
+        while any(each is own for each in lists):  # later lists belong to interrupted contexts
             _undo(lists[-1])
             del lists[-1]
 
@@ -93,7 +93,7 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
 
 def alias(parameter: torch.Tensor) -> torch.Tensor:
     """Return a leaf over the same memory, with its own gradient and hooks."""
-    # A Parameter stays one, with its attributes: some layers check both.
+    # The alias of a Parameter is a Parameter with the same attributes: some layers check both.
     twin = parameter.detach()
     if type(parameter) is nn.Parameter:
         twin = nn.Parameter(twin)
@@ -102,13 +102,13 @@ def alias(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients that `parameters` have; those that `functional_call` puts in may be no leaves."""
+    """Return the gradients of `parameters` that have one; `functional_call` may put non-leaf tensors among them."""
     return [each.grad for each in parameters if each.is_leaf and each.grad is not None]
 
 
 @contextmanager
 def own_parametrizations() -> Iterator[None]:
-    """Inside this context, `parametrize.cached` keeps values of its own: others have the history of another run."""
+    """Give `parametrize.cached` a cache of its own in this context: cached tensors have another run's graph."""
     names = vars(parametrize)
     if not names["_cache_enabled"]:
         yield
@@ -123,11 +123,11 @@ def own_parametrizations() -> Iterator[None]:
 def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[list[torch.Tensor]]:
     """Run `function` on aliases of its parameters and copies of its buffers, then restore the RNG state.
 
-    Yields the aliases: gradients arrive there, and hooks of the real parameters do not fire.
+    Yields the aliases: they receive the gradients, and hooks of the real parameters do not fire.
     """
     parameters, buffers = parameter_slots(function), buffer_slots(function)
-    # Aliases, not copies: nothing here steps an optimizer, and copies would double the memory. Keyed by id, since
-    # tensors compare element by element. A shared parameter gets one alias, where its gradient accumulates.
+    # Aliases suffice, as no optimizer steps them; copies would double the memory. Keyed by id, since tensors compare
+    # element by element. A shared parameter gets one alias, which accumulates its gradient.
     aliases = {id(tensor): alias(tensor) for _, _, tensor in parameters}
     copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
     with undoing() as undo:
@@ -146,7 +146,7 @@ class Buffers:
 
     def put_back(self) -> None:
         for table, before in self._tables:
-            table.update(before)  # buffers made by the first forward of all stay
+            table.update(before)  # keeps buffers that a module's first forward creates
         with torch.no_grad():
             for tensor, copy in self._copies.values():
                 if tensor.shape != copy.shape:  # resized
@@ -167,16 +167,16 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """RNG states of the CPU and some devices, as Python bytes, so they do not show up as memory of the model."""
+    """RNG states of the CPU and some devices, as Python bytes, which do not count as memory of the model."""
 
     cpu: bytes
     devices: tuple[tuple[torch.device, bytes], ...]
 
     @classmethod
     def now(cls, devices: tuple[torch.device, ...]) -> RandomState:
-        """Return the state of the CPU, always included, and of those `devices` that have one."""
+        """Return the states of the CPU and of those `devices` that have an RNG of their own."""
         states = [(device, torch.get_device_module(device)) for device in devices if device.type not in ("cpu", "meta")]
-        with unset_fake_temporarily():  # a state consists of values, which fake tensors lack
+        with unset_fake_temporarily():  # reading an RNG state needs real tensors
             return cls(
                 torch.get_rng_state().numpy().tobytes(),
                 tuple((device, module.get_rng_state(device).numpy().tobytes()) for device, module in states),

@@ -41,7 +41,7 @@ class Phase:
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"], Protocol):
-    """A context manager that splits the work inside it into named phases.
+    """A context manager that measures the memory of named phases of the work inside it.
 
     `mark(name)` starts the phase `name`, up to the next mark or the end of the context. Work before the first mark is
     the phase `""`. `phases` is valid after the context exits.
@@ -57,8 +57,8 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"], Protocol):
 class CpuMeter:
     """Meter of CPU allocator events, collected by PyTorch's profiler.
 
-    Ignores frees of blocks older than the meter, whose sizes the profiler does not know. Does not record operators: for
-    small ones, that would take longer than they do.
+    Ignores frees of blocks older than the meter, whose sizes the profiler does not know. Does not record operators,
+    since recording a small operator takes longer than running it.
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class CpuMeter:
         return self
 
     def mark(self, name: str) -> None:
-        # An event among the allocations, so that one clock orders both.
+        # The mark is an event among the allocations, so that one clock orders both.
         torch_compat.enable_record_function(True)
         with torch.profiler.record_function(MARK + name):
             pass
@@ -99,7 +99,7 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
     pending = list(roots)
     while pending:
         event = pending.pop()
-        if event.name == "[memory]":  # a leaf; asking for its children is the slowest step
+        if event.name == "[memory]":  # a leaf: skip the slow access to its (empty) children
             block = event.extra_fields
             if block.device.type == "cpu":
                 yield event.start_time_ns, "", block.ptr, block.alloc_size
@@ -110,10 +110,10 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
-    """Return (mark or "", bytes taken or freed) of every event.
+    """Return (mark or "", bytes allocated (+) or freed (-)) of every event.
 
-    By address, not by the size of the free: frees of blocks allocated under an earlier meter are reported too. A block
-    at the address of a new allocation was freed by a thread whose events are not collected.
+    Matches frees with allocations by address, as blocks of an earlier meter are also freed. If a new block has the
+    address of a live one, that block was freed by a thread whose events the profiler does not collect.
     """
     live: dict[int, int] = {}
     found = []
@@ -127,7 +127,7 @@ def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
 
 
 def split(events: Iterable[tuple[str, int]], held: int = 0) -> dict[str, Phase]:
-    """Return the phases of (mark or "", bytes taken or freed), from `held` bytes on; before the first mark, `""`."""
+    """Return the phases of events (mark or "", change in bytes), from `held` bytes on; the first phase is `""`."""
     phases: dict[str, Phase] = {}
     name, start, peak = "", held, held
     for mark, change in events:
@@ -142,8 +142,8 @@ def split(events: Iterable[tuple[str, int]], held: int = 0) -> dict[str, Phase]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # Keeps the profiler's start and stop messages off stderr. Its C++ library bypasses `sys.stderr`, and reads
-    # `KINETO_LOG_LEVEL` before any of our code runs. So this redirects the file descriptor.
+    # Keep the profiler's start and stop messages off stderr. Its C++ library bypasses `sys.stderr`, and reads
+    # `KINETO_LOG_LEVEL` before any of our code runs. So redirect the file descriptor.
     sys.stderr.flush()
     try:
         saved = os.dup(2)
@@ -162,7 +162,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(slots=True)
 class CudaMeter:
-    """Meter of the CUDA caching allocator's counters; sizes are those of its blocks (multiples of 512 bytes)."""
+    """Meter that reads the CUDA caching allocator's counters, which count blocks (multiples of 512 bytes)."""
 
     device: torch.device
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -181,8 +181,8 @@ class CudaMeter:
         peak = torch.cuda.max_memory_allocated(self.device) - self._origin
         self.phases[self._name] = Phase(self._start, peak, held)
         self._name, self._start = name, held
-        torch.cuda.reset_peak_memory_stats(self.device)  # to the present bytes, so the next peak is of its phase
+        torch.cuda.reset_peak_memory_stats(self.device)  # so that the next peak belongs to the new phase
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
-            self.mark("")  # ends the last phase; the phase that this begins is never read
+            self.mark("")  # ends the last phase; nothing reads the phase that this begins

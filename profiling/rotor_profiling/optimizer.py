@@ -1,4 +1,4 @@
-"""Find the bytes that an optimizer keeps and needs, by stepping a copy of it on substitute tensors."""
+"""Find the bytes of an optimizer's state and of its step, by stepping a copy of it on substitute tensors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset
 from rotor_profiling.value_tree import tree_flatten
 from rotor_solver.described_error import DescribedError
 
-# Bytes of scalars that operators wrap as tensors, which a dispatch mode does not see. A guess: eight numbers of eight
+# Bytes of Python scalars that operators turn into tensors unseen by dispatch modes. A guess: eight numbers of eight
 # bytes; if too small, the step is underestimated by as much.
 _SCALARS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """`state_bytes` stay from step to step; `present_bytes` of them exist already.
+    """Bytes of an optimizer: `state_bytes` stay from step to step; `present_bytes` of them exist already.
 
-    `step()` needs `step_bytes` more while it runs, once there is a state.
+    `step()` temporarily needs `step_bytes` more once the state exists.
     """
 
     state_bytes: int
@@ -50,7 +50,7 @@ def together(costs: Iterable[OptimizerCost]) -> OptimizerCost:
 
 
 class UnknownOptimizerError(DescribedError, ValueError):
-    """An optimizer whose memory cannot be found without training."""
+    """The memory of an optimizer cannot be found without training."""
 
 
 Groups = list[dict[str, Any]]
@@ -61,25 +61,25 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
 
     A copy of the optimizer takes two steps: the first creates its state, the second shows the memory of a later step.
     It steps meta tensors, or, if it has to read values, zeros, one parameter at a time. The optimizer and its
-    parameters stay untouched. Raises UnknownOptimizerError if neither works. `groups`: others than its own.
+    parameters stay untouched. `groups` replace its parameter groups. Raises UnknownOptimizerError if no copy works.
     """
     groups = optimizer.param_groups if groups is None else groups
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    # Of both, CUDA memory is the scarce one.
+    # If parameters are on CPU and CUDA, plans are for the scarcer memory of CUDA.
     kind = "cuda" if "cuda" in devices else "cpu"
     if (predicted := prediction()) is not None:
         kind = predicted.kind
     with _without_gradients(groups):
         try:
             state, step = _on_meta(optimizer, groups, kind)
-        except Exception:  # any: an optimizer may be user code, and another way may work
+        except Exception:  # user code may raise anything, and zeros may work
             try:
-                sparse = isinstance(optimizer, torch.optim.SparseAdam)  # others take dense gradients, too
+                sparse = isinstance(optimizer, torch.optim.SparseAdam)  # other optimizers also take dense gradients
                 state, step = _on_zeros(optimizer, groups, kind, sparse=sparse)
             except Exception as error:
                 name = type(optimizer).__name__
                 message = (
-                    f"plan without the optimizer, and leave room for its state: that of {name} is unknown ({error})"
+                    f"plan without the optimizer, and leave room for its state: {name}'s state is unknown ({error})"
                 )
                 raise UnknownOptimizerError(message, kind="unknown_optimizer", name=name) from error
         if kind == "cpu":
@@ -89,9 +89,9 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
 
 @contextmanager
 def _without_gradients(groups: Groups) -> Iterator[None]:
-    """Take gradients away meanwhile: a copy that refers to the optimizer in a way of its own then steps nothing."""
+    """Remove gradients inside this context, so that a copy that still refers to the real parameters steps none."""
     parameters = [parameter for group in groups for parameter in group["params"]]
-    with undoing(), undoing() as undo:  # the outer one undoes what an interrupt of the inner one has left
+    with undoing(), undoing() as undo:  # after an interrupt of the inner one, the outer one undoes the rest
         undo += [partial(setattr, parameter, "grad", parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -99,7 +99,7 @@ def _without_gradients(groups: Groups) -> Iterator[None]:
 
 
 def _fused_step(optimizer: torch.optim.Optimizer, groups: Groups) -> int:
-    # A `fused` CPU step copies non-contiguous parameters (`channels_last`) one by one. Steps zeros like the largest.
+    # A `fused` CPU step copies non-contiguous parameters (`channels_last`) one by one, so measure the largest of them.
     most = 0
     for group in groups if prediction() is None else ():
         strided = [each for each in group["params"] if each.requires_grad and not each.is_contiguous()]
@@ -114,7 +114,7 @@ def _fused_step(optimizer: torch.optim.Optimizer, groups: Groups) -> int:
 
 def _on_meta(optimizer: torch.optim.Optimizer, groups: Groups, kind: str) -> tuple[int, int]:
     twin = _twin(optimizer, groups, lambda each: torch.empty_like(each, device="meta"), foreach=kind == "cuda")
-    kinds = {"meta", kind}  # an optimizer may also make tensors on the device by name
+    kinds = {"meta", kind}  # an optimizer may also create tensors on an explicit device
     live = LiveBytes(kinds, kind)
     with live:
         _step(twin)
@@ -124,7 +124,7 @@ def _on_meta(optimizer: torch.optim.Optimizer, groups: Groups, kind: str) -> tup
 
 
 def _counters_on_device(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, kind: str) -> int:
-    """Return bytes of step counters that `fused` and `capturable` optimizers keep on CUDA, and copies on the CPU."""
+    """Return the bytes of step counters: `fused` and `capturable` optimizers have them on CUDA, copies on the CPU."""
     if kind != "cuda":
         return 0
     counters = [
@@ -142,12 +142,12 @@ def _on_zeros(optimizer: torch.optim.Optimizer, groups: Groups, kind: str, *, sp
     state = step = 0
     for group in groups:
         for parameter in group["params"]:
-            with unset_fake_temporarily():  # values are read, so zeros for a fake parameter are real too
+            with unset_fake_temporarily():  # the step reads values, so that a fake parameter also gets real zeros
                 twin = _twin(optimizer, [{**group, "params": [parameter]}], _zeros)
                 for each in twin.param_groups[0]["params"] if sparse else ():
                     row = torch.zeros((1, 1), dtype=torch.long)
                     each.grad = torch.sparse_coo_tensor(row, each.grad[:1], each.shape, check_invariants=False)
-                step = max(step, _second_step(twin))  # on the CPU for any parameter, as the zeros are
+                step = max(step, _second_step(twin))  # measured on the CPU, where all zeros are
             state += _state_bytes(twin, {"cpu"}, kind)
     return state, step
 
@@ -166,23 +166,23 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _step(twin: torch.optim.Optimizer) -> None:
-    # The class's: schedulers put a `step` on the optimizer that refers to it. Without the hooks on all optimizers.
+    # The `step` of the class: schedulers replace it on the instance by one bound to the original. Without global hooks.
     step = plain_step(type(twin))
     closure = inspect.signature(step).parameters.get("closure")
     parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
     with _Touched(parameters) as touched:
         if closure is None or closure.default is not closure.empty:
             step(twin)
-        elif isinstance(twin, torch.optim.LBFGS):  # it stops at once where gradients are zero, and keeps nothing
+        elif isinstance(twin, torch.optim.LBFGS):  # zero gradients would end its step at once, without a state
             raise NotImplementedError("its history grows with the steps of each search")
         else:
             step(twin, lambda: 0.0)
     if parameters and not touched.any:
-        raise NotImplementedError("a copy of it steps nothing")
+        raise NotImplementedError("a copy of it steps no parameter")
 
 
 class _Touched(TorchDispatchMode):
-    """Notes whether operators take any of `parameters`, or their `data`."""
+    """Record in `any` whether operators take any of `parameters`, or their `data`."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -198,7 +198,7 @@ class _Touched(TorchDispatchMode):
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | None = None) -> int:
-    """Return the bytes of the state, and of tensors in attributes of the optimizer's own, also of one inside of it."""
+    """Return the bytes of the state, and of tensors in attributes, of an optimizer and of optimizers that it wraps."""
     known: set[int] = set()
     kept: dict[int, torch.Tensor] = {}
     for each in with_inner(optimizer):
@@ -213,7 +213,7 @@ _INHERITED = frozenset({"state", "param_groups", "defaults", "step"})
 
 
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return attributes of an optimizer that `copy.copy` loses. Hooks of torch's are not among them."""
+    """Return the attributes of an optimizer that `copy.copy` loses, except torch's hooks."""
     return {name: value for name, value in vars(optimizer).items() if name not in _INHERITED and "hook" not in name}
 
 
@@ -222,7 +222,7 @@ def _found_in(own: dict[str, Any], kind: type) -> list[Any]:
 
 
 def with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return an optimizer and those that it wraps, which may refer to it."""
+    """Return an optimizer and the optimizers that it wraps, each once even if they refer to each other."""
     found = [optimizer]
     for each in found:  # grows while it is iterated
         found += [one for one in _found_in(_own(each), torch.optim.Optimizer) if not any(one is seen for seen in found)]
@@ -237,7 +237,7 @@ def _twin(
     foreach: bool = False,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    # A copy, since the constructor's arguments are unknown. It lacks hooks, and attributes that are not torch's.
+    # `copy.copy`, since the constructor's arguments are unknown. It loses hooks and the optimizer's own attributes.
     parameters = [parameter for group in groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
     twins = {id(each): copy.copy(each) for each in with_inner(optimizer)}
@@ -247,7 +247,7 @@ def _twin(
         for tensor in tensors_in(list(own.values())):
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor.clone() if tensor.numel() == 1 else make(tensor)
-        # Without models, and what refuses copies, such as locks: a step that needs those fails, and is told of.
+        # Leaves out models and uncopyable attributes such as locks: a step that needs these fails with an error.
         copies |= {id(each): torch.nn.Module() for each in _found_in(own, torch.nn.Module)}
         for name, value in own.items():
             with suppress(Exception):
@@ -255,7 +255,7 @@ def _twin(
         twin.state = defaultdict(dict)
         for parameter in parameters:
             if parameter in each.state and parameter.requires_grad:
-                # Single numbers keep their values: an optimizer reads its step count.
+                # Tensors with one element keep their value: an optimizer reads its step count.
                 twin.state[stand_ins[id(parameter)]] = tree_map_only(
                     torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), each.state[parameter]
                 )
@@ -266,10 +266,10 @@ def _twin(
 
 def _of_stand_ins(group: dict[str, Any], stand_ins: dict[int, Any], *, foreach: bool, fused: bool) -> dict[str, Any]:
     group = dict(group, params=[stand_ins[id(each)] for each in group["params"] if id(each) in stand_ins])
-    # By default torch chooses `foreach` on CUDA, which needs more memory, but not for meta tensors.
+    # By default, torch uses `foreach`, which needs more memory, for CUDA tensors but not for meta tensors.
     if foreach and _left_to_torch(group):
         group["foreach"] = True
-    for on_devices in ("fused", "capturable"):  # both refuse tensors on other devices
+    for on_devices in ("fused", "capturable"):  # both raise for meta tensors
         if group.get(on_devices) and not (fused and on_devices == "fused"):
             group[on_devices] = False
     return group
@@ -281,7 +281,7 @@ def _left_to_torch(group: dict[str, Any]) -> bool:
 
 @contextmanager
 def stepping_as_on_cuda(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make an optimizer of fake tensors on the CPU step as on CUDA inside this context, if CUDA is predicted."""
+    """Inside this context, an optimizer of fake CPU tensors steps as on CUDA if a CUDA device is predicted."""
     predicted = prediction()
     on_cuda = predicted is not None and predicted.kind == "cuda"
     groups = [group for group in optimizer.param_groups if on_cuda and _left_to_torch(group)]
@@ -309,7 +309,7 @@ _NAMES = (
 
 
 def steps_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is known to step each parameter independently: one of torch, with torch's own `step`."""
+    """Return whether `optimizer` is known to step parameters independently: of `_NAMES`, with torch's own `step`."""
     known = [getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)]  # Muon: since torch 2.9
     mine = plain_step(type(optimizer))
     return any(isinstance(optimizer, kind) and mine is plain_step(kind) for kind in known)
@@ -322,9 +322,9 @@ def plain_step(kind: type[torch.optim.Optimizer]) -> Any:
 
 
 def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the temporary bytes of each trained parameter's own step, once there is a state, by the parameter's id.
+    """Return, by parameter id, the temporary bytes of stepping each trained parameter by itself once a state exists.
 
-    Raises UnknownOptimizerError if they cannot be found.
+    Raises UnknownOptimizerError if the bytes cannot be found.
     """
     found: dict[int, int] = {}
     known: dict[Any, int] = {}
@@ -340,7 +340,7 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int:
-    """Return the temporary bytes of a step without the parameters whose ids are in `apart`. Raises as above."""
+    """Return temporary bytes of a step without parameters whose ids are in `apart`. Raises UnknownOptimizerError."""
     groups = [
         {**group, "params": [each for each in group["params"] if each.requires_grad and id(each) not in apart]}
         for group in optimizer.param_groups

@@ -1,26 +1,26 @@
-"""Bytes of a training step: its peak, and those of one that runs in the caller's own code, phase by phase.
+"""Measure the memory of a training step: its peak, or the phases of a step that runs in the caller's own code.
 
 A meter (`memory.py`) encloses the measured code. A step cannot be enclosed: the caller's loss runs between our forward
-and the end of the backward. So a watch starts, marks and stops wherever our code gets control.
+and the end of the backward. So a watch starts, marks phases and stops wherever our code gets control.
 
 # Note [Listening to the CPU's allocator while the caller's code runs]
 #
 # On CUDA a watch reads counters. The CPU allocator has none: it reports to the thread's profiler, which stays on in the
 # caller's code and must not disturb it.
 #
-#  1. It is PyTorch's legacy profiler, which belongs to its thread, and changes no operator, mode or compiled function.
-#     An operator takes some 20 µs longer. The newer one, which the meters use, crashes with a segmentation fault if a
-#     second session starts in another thread.
-#  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
-#     ours or the user's own, the watch gives way and reports nothing.
-#  3. It must stop in the thread in which it started, and not inside autograd's engine, which restores the thread's
-#     profiler after every node: the listener would stay, and take the next profiler's memory for its own. A watch asked
-#     to stop there, as in a forward that `torch.utils.checkpoint` recomputes, reports nothing, and ends with the pass.
-#  4. A free has a size and no address, so the free of an older block counts too, where an earlier profiler saw a block
-#     at that address. Such a block in `present_bytes` must come from an earlier watch, or must not be freed. If others
-#     are freed, the sums are too small from then on.
+#  1. A watch uses PyTorch's legacy profiler, which belongs to its thread and changes no operator, mode or compiled
+#     function. An operator takes some 20 µs longer. The newer profiler, which the meters use, crashes with a
+#     segmentation fault if a second session starts in another thread.
+#  2. A thread has one profiler. If one is running already, no watch starts. If another profiler is about to start (one
+#     of our meters, or the user's own), the watch gives way: it stops and reports nothing.
+#  3. A watch must stop in the thread in which it started, and not inside autograd's engine: the engine restores the
+#     thread's profiler after every node, so the watch's would stay on and count the next profiler's memory. A watch
+#     asked to stop there, as in a forward that `torch.utils.checkpoint` recomputes, stops after the pass, unreported.
+#  4. A free event has a size but no address, so it also counts if the block is older than the watch and an earlier
+#     profiler saw its allocation. Such a block in `present_bytes` must come from an earlier watch, or must not be
+#     freed: if other blocks are freed, the sums are too small from then on.
 #  5. If a backend thread is the last holder of memory that processes send to each other, the profiler misses its free.
-#     So with several processes, nothing is watched; stages are measured several times (`measure_ways` in
+#     So with several processes, no watch starts, and stages are measured several times (`measure_ways` in
 #     `stage/cost.py`).
 """
 
@@ -47,9 +47,9 @@ from rotor_solver.described_error import InvalidStateError
 def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], device: torch.device) -> int:
     """Return the most bytes that `device` holds while `step` runs.
 
-    On CUDA, all that the process has allocated. The CPU has no such count: there, the bytes of the tensors `present`
-    (parameters, buffers, gradients, optimizer state, the batch) plus those that `step` adds. Raises ValueError for a
-    device type whose allocator cannot be read.
+    On CUDA, counts everything that the process has allocated. The CPU has no such count: there, adds the bytes of the
+    tensors `present` (parameters, buffers, gradients, optimizer state, the batch) and the bytes that `step` allocates.
+    Raises ValueError for a device type whose allocator cannot be read.
     """
     return measured_phases(lambda mark: step(), present, device)[""].peak
 
@@ -59,7 +59,7 @@ def measured_phases(
 ) -> dict[str, Phase]:
     """Return the bytes that `device` holds in each phase of `step`, counted as in `measured_peak`.
 
-    `step` gets a function that begins a named phase and ends the one before; the first phase is named "". Raises
+    `step` gets a function that begins a named phase and ends the previous one; the first phase is named "". Raises
     ValueError for a device type whose allocator cannot be read.
     """
     if device.type == "cuda":
@@ -75,14 +75,14 @@ def measured_phases(
 
 
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
-    """Watch allocations on `device` from now on; None if that is not possible now.
+    """Watch allocations on `device` from now on; returns None if that is not possible now.
 
-    `present_bytes` are those held already, not needed on CUDA. There, a peak is exact if it exceeds all earlier ones.
-    Else the phase reports the bytes at its ends: at most the true peak, which is at most the highest earlier peak. If
-    that exceeds `limit_bytes`, it would hide what matters, so it is reset.
+    `present_bytes` are held already (ignored on CUDA). On CUDA, a phase's peak is exact if it exceeds all earlier
+    peaks. Otherwise the phase reports the larger of its bytes at start and end, which may be less than its peak. An
+    earlier peak above `limit_bytes` would hide steps that exceed the limit, so the device's peak is reset then.
 
-    `mark(name)` begins a phase; before the first mark, it is `""`. `stop()` ends the last and returns all phases in
-    bytes of the whole device, or None if the watch had to give way or was stopped before.
+    `mark(name)` begins a phase; the first phase is `""`. `stop()` ends the last phase and returns all phases in bytes
+    of the whole device, or None if the watch had to give way or was stopped before.
     """
     if device.type == "cuda":
         return CudaWatch(device, limit_bytes)
@@ -95,7 +95,7 @@ class CpuWatch:
     def __init__(self, present_bytes: int) -> None:
         self._present_bytes = present_bytes
         self._listens, self._complete = True, True
-        # As `torch.autograd.profiler_legacy` does, which warns of its age and parses all events.
+        # Like `torch.autograd.profiler_legacy`, without its deprecation warning and its parsing of all events.
         kinds: Any = torch.autograd
         shapes, memory, stack, flops, modules = False, True, False, False, False
         experimental = torch_compat.ExperimentalConfig()
@@ -106,12 +106,12 @@ class CpuWatch:
 
     def mark(self, name: str) -> None:
         if self._in_its_thread():
-            # An event among the allocations, so that both are in one order.
+            # The mark is an event among the allocations, so that both have one order.
             with torch.autograd.profiler.record_function(MARK + name):
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
-        # In another thread, the profiler runs on until its own thread starts the next watch or meter (Rule 3).
+        # If called in another thread, the profiler runs on until its own thread starts a watch or meter (Rule 3).
         if not self._in_its_thread():
             return None
         if _in_engine():
@@ -123,11 +123,11 @@ class CpuWatch:
         return phases if self._complete else None
 
     def _in_its_thread(self) -> bool:
-        # Not by the thread's number: once a thread has ended, another one gets it.
+        # Does not compare thread ids: the system reuses the id of an ended thread.
         return self._listens and getattr(_in_thread, "watch", None) is self
 
     def give_way(self) -> None:
-        """Stop because another profiler is about to start. Raises RuntimeError if that is not possible now."""
+        """Stop because another profiler is about to start. Raises RuntimeError inside a backward."""
         self.stop()
         if self._listens and torch_compat.profiler_enabled() and _in_engine():
             raise InvalidStateError(
@@ -137,7 +137,7 @@ class CpuWatch:
             )
 
 
-# Has the thread's `watch`, if one runs.
+# Its attribute `watch` is the running watch of the thread, if any.
 _in_thread = threading.local()
 
 
@@ -150,11 +150,11 @@ def give_way() -> None:
 def _can_listen() -> bool:
     if several_processes():  # Rule 5
         return False
-    # Private functions of torch. If missing, nothing is watched.
+    # Private functions of torch. If a release lacks one, no watch starts.
     functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")
     if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
         return False
-    # Not inside a backward (Rule 3), where a forward runs as a recomputation.
+    # Not inside a backward, where a recomputation runs forwards (Rule 3).
     if torch_compat.profiler_enabled() or _in_engine():
         return False
     _have_profilers_announced()
@@ -164,7 +164,7 @@ def _can_listen() -> bool:
 @functools.cache
 def _have_profilers_announced() -> None:
     """Give way to any profiler that starts from now on (Rule 2), and in forked processes."""
-    # Each profiler calls this torch function right before it starts, and fails if the legacy one is still on.
+    # Every profiler calls this torch function right before it starts, and fails if the legacy profiler is still on.
     profiler: Any = torch.autograd.profiler
     started = profiler._run_on_profiler_start
 
@@ -193,8 +193,8 @@ def _when_pass_is_freed(do: Callable[[], object]) -> None:
 
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
-    """Yield (mark or "", bytes taken or freed) of every mark, allocation and free, of all threads that worked."""
-    # Usually one list. Those of other threads that autograd used come after it, since there is no common clock.
+    """Yield (mark or "", bytes allocated (+) or freed (-)) of every mark, allocation and free, of all threads."""
+    # Usually one list. Lists of further threads that autograd used follow, since the threads share no clock.
     for event in chain.from_iterable(threads):
         if event.kind() == "memory_alloc":
             yield "", event.cpu_memory_usage()

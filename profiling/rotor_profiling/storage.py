@@ -19,11 +19,11 @@ def allocated(size: int, kind: str) -> int:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a value, in order: of nested tuples, lists and dicts, and of objects in them."""
+    """Return the tensors in a value, in order: in nested tuples, lists and dicts, and in objects that hold tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
     kind = type(value)
-    if kind not in (tuple, list, dict):  # fast path for most values, many times as fast as pytrees
+    if kind not in (tuple, list, dict):  # the loop below handles most values, many times faster than pytrees
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     found: list[torch.Tensor] = []
     for each in value.values() if kind is dict else value:  # dicts in pytree order: insertion order
@@ -35,13 +35,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Attributes in which tensor subclasses keep the tensor that they wrap: `DTensor`, and `AsyncCollectiveTensor`, the
-# result of a collective that may be in progress. They may be nested.
+# Attributes in which `DTensor` and `AsyncCollectiveTensor` (the result of a collective that may be in progress) keep
+# the tensor that they wrap. Wrappers may be nested.
 _WRAPPERS = ("_local_tensor", "elem")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a distributed tensor (`DTensor`); else the tensor."""
+    """Return the local part of a distributed tensor (`DTensor`); for other tensors, the tensor itself."""
     while type(tensor) not in _PLAIN and (inner := _wrapped(tensor)) is not None:
         tensor = inner
     return tensor
@@ -70,7 +70,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Hashable, Hashable] | None:
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them.
 
-    Leaves out empty storages, which all have the address 0. Those of fake tensors have another number as address.
+    Leaves out empty storages, which all have the address 0. Storages of fake tensors have another key in its place.
     """
     sizes: dict[int, int] = {}
     for tensor in [part for each in tensors for part in dense_parts(each)]:
@@ -82,7 +82,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a tensor consists of: several if it is sparse or jagged."""
+    """Return the dense tensors of which a tensor consists: several if it is sparse or jagged."""
     if tensor.layout == torch.strided:
         return (local(tensor),)
     if tensor.layout == torch.sparse_coo:
@@ -95,31 +95,31 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int] = ()) -> int:
-    """Return the bytes behind `tensors`, without the storages whose addresses are in `owned_elsewhere`."""
+    """Return the bytes of the storages of `tensors`, without those whose addresses are in `owned_elsewhere`."""
     owned = frozenset(owned_elsewhere)
     return sum(size for address, size in storages(tensors).items() if address not in owned)
 
 
 def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
-    """Return the bytes of new tensors like `tensors`, on their own devices or on one of another `kind`."""
-    here = [local(tensor) for tensor in tensors]
-    return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in here)
+    """Return the bytes that new tensors like `tensors` would take, on the same devices or on a device type `kind`."""
+    parts = [local(tensor) for tensor in tensors]
+    return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in parts)
 
 
 def view_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of `tensors` themselves: of a larger storage, only their part, each view once."""
+    """Return the bytes of the elements of `tensors`, without the rest of a larger storage; equal views count once."""
     parts = [part for each in tensors for part in dense_parts(each)]
     views = {(*storages([each]), each.shape, each.stride(), each.storage_offset()): each for each in parts}
     return min(storage_bytes(parts), bytes_like(views.values()))
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read: not if it is a fake or meta tensor."""
+    """Return whether a tensor's values can be read: a fake or meta tensor has none."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether tensors are equal bit for bit; for fake tensors, whether shape and dtype agree."""
+    """Return whether two tensors have equal values; if either has no values, whether shape and dtype agree."""
     if has_values(found) and has_values(expected):
         return torch.equal(found, expected)
     return found.shape == expected.shape and found.dtype == expected.dtype

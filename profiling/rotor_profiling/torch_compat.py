@@ -1,6 +1,6 @@
-"""Private names of torch that this project uses, in one place. tests/test_torch_compat.py has a contract for each.
+"""Private names of torch that this project uses, in one place. tests/test_torch_compat.py has a test for each name.
 
-A name is imported at first use: TorchDynamo, Inductor and FSDP take seconds to import.
+A name is imported when first used: TorchDynamo, Inductor and FSDP take seconds to import.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # names whose types mypy needs
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec, tree_flatten
 
-# Torch's path of each name
+# Path in torch of each name
 NAMES = {
     "AotAutograd": "torch._dynamo.backends.common.AotAutograd",
     "AutoDispatchBelowAutograd": "torch._C._AutoDispatchBelowAutograd",
@@ -165,14 +165,14 @@ _FP32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "c
 
 
 class KernelSetting(NamedTuple):
-    """A setting of the process: how to read and set it."""
+    """Functions that read and set one setting of the process."""
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
 
 
 def kernel_settings() -> list[KernelSetting]:
-    """Settings by which operators choose a kernel and its precision, as far as this release of torch has them."""
+    """Return the settings by which operators choose kernels and precision, as far as this torch release has them."""
     found = [
         KernelSetting(torch.get_default_dtype, torch.set_default_dtype),
         KernelSetting(torch.get_num_threads, torch.set_num_threads),
@@ -191,18 +191,18 @@ def _c_setting(get: str, put: str) -> KernelSetting:
     def read_old() -> Any:
         try:
             return read()
-        except RuntimeError:  # the user sets precisions by the newer functions
+        except RuntimeError:  # torch raises if the user has set precisions by the newer functions
             return None
 
     old = get in _OLD_PRECISIONS
     return KernelSetting(read_old if old else read, lambda value: None if value is None else write(value))
 
 
-# Tests for classes of TorchDynamo, DTensor and FSDP, which are slow to import: nothing is of one before its import.
+# Tests for classes of TorchDynamo, DTensor and FSDP, without their slow imports: no instance exists before the import.
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a tensor distributed over processes."""
+    """Return whether a value is a tensor distributed over processes."""
     return isinstance(value, _class("torch.distributed.tensor", "DTensor"))
 
 
@@ -219,9 +219,9 @@ def is_fsdp_module(module: object) -> bool:
 
 
 def has_fsdp_module(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to any module of a model. Fast, since every step calls it."""
+    """Return whether `fully_shard` was applied to any module of a model. Fast, since every step calls it."""
     classes = _fsdp_classes()
-    # `fully_shard` derives a class for each type of module.
+    # `fully_shard` derives a subclass for each type of module.
     if not any(each and each.__subclasses__() for each in classes):
         return False
     pending = [model]  # not by `modules()`, whose deduplication takes longer
@@ -234,10 +234,10 @@ def has_fsdp_module(model: nn.Module) -> bool:
 
 
 def _fsdp_classes() -> tuple[Any, ...]:
-    folders = "torch.distributed.fsdp", "torch.distributed._composable.fsdp"  # the second one before torch 2.6
+    folders = "torch.distributed.fsdp", "torch.distributed._composable.fsdp"  # the latter before torch 2.6
     return tuple(_class(folder, "FSDPModule") for folder in folders)
 
 
 def _class(module: str, name: str) -> Any:
-    """Return the class, or () if its module is not, or only partly, imported."""
+    """Return the class, or () if its module is not imported, or only partly."""
     return getattr(sys.modules.get(module), name, ())

@@ -1,9 +1,9 @@
-"""Take values of models apart and put them together: nestings of tensors, and objects that hold tensors.
+"""Flatten and unflatten inputs and outputs of models: nested tensors, and objects that hold tensors.
 
 PyTorch's pytrees know tuples, lists, dicts and registered classes. Any other object is a leaf to them: a dataclass, a
-batch of graphs, a dict of a class of its own. Here, an object is opened, by its items and attributes, if there are
-tensors inside; one put together is a new object of the same class, made without `__init__`. No class is registered,
-since that would change pytrees for the whole process.
+batch of graphs, a subclass of dict. This module also opens such an object, into items and attributes, if it holds
+tensors. Unflattening makes a new object of the same class without calling `__init__`. It registers no class with
+pytrees, since that would change pytrees for the whole process.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from rotor_profiling.torch_compat import TreeSpec
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype})
 _CONTAINERS = (dict, list, tuple)
-# Classes written in C from which a class to open may derive: instances are made of items and attributes alone
+# Builtin classes from which a class may derive to be opened: their instances consist of items and attributes only
 _BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
 _ITEMS = ""  # Name of a container's items among its attributes
-# Objects opened in a value, and inside of each other. Guesses: enough for a batch of graphs; an object that refers to
-# the whole program is not searched for long.
+# Most objects opened in a value, and most levels. Guesses: enough for a batch of graphs, yet bounding the search of an
+# object that refers to the whole program.
 _MOST, _DEEPEST = 10_000, 16
-_HEAP = 1 << 9  # Flag of Python's type objects: made by a class statement
+_HEAP = 1 << 9  # Flag `Py_TPFLAGS_HEAPTYPE` of Python's type objects: created by a class statement
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
-    """Return attributes and items of an object that may hold tensors of a batch; None for any other value."""
+    """Return attributes and items of an object that may hold tensors, such as a dataclass; None for other values."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, torch.Tensor | nn.Module | type) or _base(kind) not in _BASES:
         return None
     if kind.__module__.partition(".")[0] == "torch" and not isinstance(value, _CONTAINERS):
-        return None  # symbols and nodes of graphs lead into all of torch
+        return None  # torch's own objects, such as graph nodes, refer to much of torch
     found: dict[str, Any] = {}
     with suppress(AttributeError):  # not `vars` and `getattr`, which a class may override
         found.update(object.__getattribute__(value, "__dict__"))
@@ -52,9 +52,9 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 
 def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:
-    """Return the leaves and the structure of a value; opens `every` object, or those with leaves of class `of`."""
+    """Return the leaves and the structure of a value. Opens objects with leaves of class `of`, or `every` object."""
     given, tree = torch_compat.tree_flatten(value)
-    if all(type(leaf) in _PLAIN for leaf in given):  # as in most values
+    if all(type(leaf) in _PLAIN for leaf in given):  # most values
         return given, tree
     leaves, structure = _flatten(given, tree, _Search(of, every), 0)
     return (leaves, structure) if every or any(isinstance(leaf, of) for leaf in leaves) else (given, tree)
@@ -75,7 +75,7 @@ def tree_map_only(of: Any, change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def with_own_containers(value: Any) -> Any:
-    """Return `value` with the same tensors in containers and objects of its own, for a run that may change those."""
+    """Return `value` with the same tensors in new containers and objects, for a run that may change containers."""
     if isinstance(value, torch.Tensor) or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
         return value
     return tree_map_only(torch.Tensor, lambda tensor: tensor, value)
@@ -83,7 +83,7 @@ def with_own_containers(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An opened object, the `number`-th of its value; without `parts`, the one met before that has this number."""
+    """An opened object with its `number` in the value. `parts` is None if an object of this number came before."""
 
     kind: type
     number: int
@@ -92,7 +92,7 @@ class _Object:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A value without its leaves: its pytree, and for each leaf of that the object that it is, if opened."""
+    """A value without its leaves: its pytree, and for each leaf of the pytree the opened object, or None."""
 
     tree: TreeSpec
     objects: tuple[_Object | None, ...]
@@ -102,7 +102,7 @@ class Structure:
 class _Search:
     of: Any
     every: bool
-    # Numbers of the objects met, by `id`; of those that stay whole, -1
+    # Number of each object found so far, by `id`; -1 for objects that are not opened
     numbers: dict[int, int] = field(default_factory=dict)
 
 
@@ -117,7 +117,7 @@ def _flatten(given: list[Any], tree: TreeSpec, search: _Search, depth: int) -> t
 
 
 def _open(value: Any, search: _Search, depth: int) -> tuple[list[Any], _Object | None]:
-    """Return the leaves inside of `value`, and its structure; or `value`, and None."""
+    """Return the leaves inside `value` and its structure, or `value` itself and None if it is not opened."""
     whole, numbers = ([value], None), search.numbers
     if isinstance(value, search.of) or depth == _DEEPEST or len(numbers) == _MOST:
         return whole
@@ -144,14 +144,14 @@ def _object(leaves: Iterator[Any], which: _Object, made: dict[int, Any]) -> Any:
     if which.parts is None:
         return made[which.number]
     kind, base = which.kind, _base(which.kind)
-    if base is not tuple:  # before its parts, which may refer to it
+    if base is not tuple:  # create the object before its parts, which may refer to it
         made[which.number] = base.__new__(kind)
     parts = _put_together(leaves, which.parts, made)
     items = parts.pop(_ITEMS, ())
     if base is tuple:
         made[which.number] = tuple.__new__(kind, items)
     found = made[which.number]
-    # As built in: the class may have methods of its own, and a frozen one refuses.
+    # `object.__setattr__` and builtin methods, as the class may override them; a frozen dataclass raises.
     for name in set(_slots(kind)).intersection(parts):
         object.__setattr__(found, name, parts.pop(name))
     if parts:

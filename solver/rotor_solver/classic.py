@@ -1,6 +1,6 @@
 """Input-storing strategies of the literature, for comparison: Revolve, heterogeneous Revolve, periodic checkpoints.
 
-Plain Python and NumPy; a second for 300 stages. Each stage runs by its fastest option. An interval [i, stop) has the
+Plain Python and NumPy: 300 stages take a second. Each stage runs by its fastest option. An interval [i, stop) has the
 stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
 """
 
@@ -20,8 +20,8 @@ from rotor_solver.segments import even_segments, fastest_forwards, recompute_seg
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
-_NOTHING = -(2**60)  # The need of an empty interval: less than any other, even minus a size
-# Numbers in a table: 1 GiB. Slots are made coarser above it. Not measured; too low makes schedules slower.
+_NOTHING = -(2**60)  # Bytes that an empty interval needs: less than any other need, even after adding a size
+# Most numbers in a table (1 GiB); a larger table gets coarser slots. Not measured; too low makes schedules slower.
 _LARGEST_TABLE = 2**27
 
 
@@ -30,8 +30,8 @@ class Revolve:
     """Binomial checkpointing with `snapshots` stored inputs, or with the fastest number of them that fits.
 
     Griewank & Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software 26 (2000): optimal for
-    identical stages. A snapshot is a stored input; a_0 is one of them. Every step runs a last time with a graph,
-    immediately before its backward or the loss; without a free snapshot, its input is one more in memory. Raises
+    identical stages. A snapshot is a stored input; a_0 is one of them. The last forward of every stage has a graph, and
+    is immediately before its backward or the loss; if no snapshot is free, its input is in memory in addition. Raises
     ValueError if `snapshots` < 1.
     """
 
@@ -49,17 +49,17 @@ class Revolve:
         Tries all numbers of snapshots: if stages differ, fewer snapshots may need more memory.
         """
         check_chain(chain)
-        most = max(1, len(chain) - 1)  # every input is stored then
+        most = max(1, len(chain) - 1)  # snapshots with which every input is stored
         tried = range(1, most + 1) if self.snapshots is None else [min(self.snapshots, most)]
         schedules = [_input_sequence(chain, _revolve(len(chain), count), self.name) for count in tried]
         return _fastest_fitting(chain, mem_limit, schedules)
 
 
 def forward_steps(steps: int, snapshots: int) -> int:
-    """Return the number of forwards that Revolve runs, those with a graph included: (r + 1) n - β(s+1, r-1).
+    """Return the number of forwards that Revolve runs, with and without a graph: (r + 1) n - β(s+1, r-1).
 
-    `snapshots` counts the initial state; raises ValueError if it is < 1. 0 for no steps. β(s, r) = C(s+r, s), and r is
-    the least with β(s, r) ≥ n.
+    n are the `steps`, s the `snapshots`, initial state included; β(s, r) = C(s+r, s), and r is the least with
+    β(s, r) ≥ n. Returns 0 if `steps` ≤ 0. Raises ValueError if `snapshots` < 1.
     """
     check_count(snapshots, "snapshots")
     if is_number(steps) and steps <= 0:
@@ -72,7 +72,7 @@ def forward_steps(steps: int, snapshots: int) -> int:
 
 
 def _advance(steps: int, snapshots: int) -> int:
-    """Return the steps to Revolve's next snapshot, for steps > 1: min(β(s, r-1), n - β(s-1, r-1))."""
+    """Return how many steps ahead Revolve takes its next snapshot, for steps > 1: min(β(s, r-1), n - β(s-1, r-1))."""
     below, reached, repeats = 0, 1, 0
     while reached < steps:
         repeats += 1
@@ -99,7 +99,7 @@ class Periodic:
     """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
 
     The forward keeps only the first input of every segment; the last segment is stored as it runs. `every` defaults to
-    the fastest distance that fits. Raises ValueError for numbers < 1.
+    the fastest distance that fits. Raises ValueError if `every` or `max_checkpoints` < 1.
     """
 
     every: int | None = None
@@ -118,7 +118,7 @@ class Periodic:
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
         segments = [segments_from(range(0, length, n)[: self.max_checkpoints], length) for n in distances]
-        return _fastest_fitting(chain, mem_limit, [_all_but_last_again(chain, each, self.name) for each in segments])
+        return _fastest_fitting(chain, mem_limit, [_recompute_but_last(chain, each, self.name) for each in segments])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,10 @@ class Sqrt:
         """Return the schedule. Raises InfeasibleError, with the least limit, above `mem_limit` bytes, a_0 counted."""
         check_chain(chain)
         segments = even_segments(len(chain), max(1, round(math.sqrt(len(chain)))))
-        return _fastest_fitting(chain, mem_limit, [_all_but_last_again(chain, segments, self.name)])
+        return _fastest_fitting(chain, mem_limit, [_recompute_but_last(chain, segments, self.name)])
 
 
-def _all_but_last_again(chain: Chain, segments: list[range], name: str) -> Sequence:
+def _recompute_but_last(chain: Chain, segments: list[range], name: str) -> Sequence:
     return recompute_segments(fastest_forwards(chain), segments[:-1], name)
 
 
@@ -153,10 +153,10 @@ class GriewankHeterogeneous:
     """The best schedule that stores only inputs, for stages of different sizes and times: a heterogeneous Revolve.
 
     Beaumont et al. (HAL hal-02352969) compare with it. No ā is kept: a stage runs with a graph immediately before its
-    own backward, or before the loss. `attached` keeps every checkpoint a_j together with ā_{j+1}, so that Fe_j runs in
-    the forward; only a_0 and a_L are ever kept alone.
+    own backward, or before the loss. With `attached`, every checkpoint a_j is kept together with ā_{j+1}, so that Fe_j
+    runs in the forward; only a_0 and a_L are kept by themselves.
 
-    Memory is divided into `slots`, or fewer where that is exact. Raises ValueError if `slots` < 1.
+    Memory is divided into `slots`, or fewer if these are exact. Raises ValueError if `slots` < 1.
     """
 
     slots: int = 500
@@ -205,9 +205,9 @@ class _Heterogeneous:
           split_j - run_i + Opt(j, stop, m - |a_j|) + Opt(i, j, m)        if m ≥ base + check_need_ij, for i < j < stop
             attached, for j < L: with Opt(j+1, stop, m - |a_j| - taken_j) if m ≥ |a_j| + stage_need(j, stop)
 
-    Sizes taken from m are rounded up, so that every time in the table is attainable; schedules are read off with memory
-    in bytes. For every interval, exact in bytes: from `least` on there is a schedule, with `least_seconds` there; from
-    `full` on none is faster than `full_seconds`. All are [L+2, L+2], by (i, stop).
+    Sizes taken from m are rounded up, so that every time in the table is attainable; schedules are built with memory in
+    exact bytes. Also exact, [L+2, L+2] by (i, stop): `least`, the least bytes with a schedule, which takes
+    `least_seconds`; and `full`, the bytes from which on no schedule is faster than `full_seconds`.
     """
 
     def __init__(self, costs: Costs, attached: bool) -> None:
@@ -215,7 +215,7 @@ class _Heterogeneous:
         self.length = length = len(costs.activation) - 1
         self.needs = _stage_needs(costs)
         # For each checkpoint a_j: the first stage after it, the bytes that it takes, and in `kept[j, stop]`, the bytes
-        # that are needed while it is made in an interval that ends at `stop`.
+        # needed to make it in an interval that ends at `stop`.
         self.first, self.taken = np.arange(length + 1), costs.activation.copy()
         self.kept = np.zeros((length + 1, length + 2), np.int64)
         if attached:
@@ -230,10 +230,10 @@ class _Heterogeneous:
             self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
 
     def _least_of(self, i: int, stop: int) -> tuple[int, float]:
-        """Return the least m for [i, stop), and the seconds of the fastest schedule from shorter intervals' least."""
+        """Return the least m for [i, stop), and the seconds of the fastest schedule whose parts have their least."""
         costs, js, first = self.costs, slice(i + 1, stop), self.first[i + 1 : stop]
         parts = np.maximum(self.taken[js] + self.least[first, stop], self.least[i, js])
-        needs = np.maximum(self._asked(i, js, stop), parts)
+        needs = np.maximum(self._checkpoint_need(i, js, stop), parts)
         seconds = costs.split[js] - costs.run[i] + self.least_seconds[first, stop] + self.least_seconds[i, js]
         if _may_enable(self.length, self.attached, i, stop):
             following = costs.taken[self.state, i] + self.least[i + 1, stop]
@@ -242,13 +242,13 @@ class _Heterogeneous:
         best = needs.min()
         return int(best), float(seconds[needs == best].min())
 
-    def _asked(self, i: int, j: int | slice, stop: int) -> Any:
-        """Bytes that [i, stop) needs to reach and keep the checkpoint a_j."""
+    def _checkpoint_need(self, i: int, j: int | slice, stop: int) -> Any:
+        """Return the bytes that [i, stop) needs to reach and keep the checkpoint a_j."""
         need = self.costs.base[stop - 1] + self.costs.check_need[i, j]
         return np.maximum(need, self.kept[j, stop])
 
     def fill(self, room: int, slots: int) -> None:
-        """Fill `rows` for `room` bytes: by i, [stop - i, m] seconds. Past a row's last slot they are `beyond`."""
+        """Fill `rows` for `room` bytes: rows[i] is [stop - i, m] seconds; past the last slot, they are `beyond`."""
         costs, length = self.costs, self.length
         taken = [*costs.activation[1:], *(costs.taken.flat if self.attached else [])]
         unit = max(1, math.gcd(*map(int, taken)), -(-room // slots))
@@ -256,14 +256,14 @@ class _Heterogeneous:
             unit *= 2
         self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
         self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
-        # Even if all slots are out of reach, memory that an operation frees may lead there.
+        # An interval that needs more than the last slot also has a time, as operations that free memory may reach it.
         self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
         self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
         for row in self.rows:
             row[0] = 0.0
         self.rows[length][1, self.begin[length, length + 1] :] = 0.0
         for stop in range(1, length + 2):
-            # [j, m] seconds from the checkpoint a_j to `stop`.
+            # [j, m] seconds of the part after the checkpoint a_j, up to `stop`.
             after = np.full((length + 2, self.width), np.inf)
             for i in reversed(range(min(stop, length + 1))):
                 if i < length:
@@ -284,7 +284,7 @@ class _Heterogeneous:
         if stop > i + 1:
             forward = costs.split[i + 1 : stop] - costs.run[i]
             times = forward[:, None] + self.rows[i][1 : stop - i, low:high] + after[i + 1 : stop, low:high]
-            enough = self._slot_of(self._asked(i, slice(i + 1, stop), stop))
+            enough = self._slot_of(self._checkpoint_need(i, slice(i + 1, stop), stop))
             if enough.max() > low:
                 times[np.arange(low, high) < enough[:, None]] = np.inf
             row[low:high] = np.minimum(row[low:high], times.min(axis=0))
@@ -292,7 +292,7 @@ class _Heterogeneous:
             self.beyond[i, stop] = row[-1]
 
     def _shifted(self, i: int, stop: int, taken: int) -> Floats:
-        """[m] seconds of [i, stop) with `taken` bytes less; 0 for an empty interval."""
+        """Return the seconds, [m], of [i, stop) with `taken` bytes less than slot m; 0 for an empty interval."""
         if i == stop:
             return np.zeros(self.width)
         slots = np.arange(self.width) - -(-taken // self.unit)
@@ -306,7 +306,7 @@ class _Heterogeneous:
         return np.maximum(0, -((self.offset - need) // self.unit))
 
     def checkpoints(self, room: int) -> dict[tuple[int, int], int]:
-        """The checkpoint of every interval [i, l] that has one, in exactly `room` bytes, at least the least."""
+        """Return the checkpoint of every interval [i, l] that has one, for exactly `room` ≥ `least` bytes."""
         found = {}
         pending = [(0, self.length + 1, room)]
         while pending:
@@ -329,7 +329,7 @@ class _Heterogeneous:
             choice = i if best < math.inf else -1
         for j in range(i + 1, stop):
             seconds = float(costs.split[j] - costs.run[i])
-            if seconds >= best or memory < self._asked(i, j, stop):
+            if seconds >= best or memory < self._checkpoint_need(i, j, stop):
                 continue
             seconds += self._seconds(int(self.first[j]), stop, memory - int(self.taken[j]))
             seconds += self._seconds(i, j, memory)
@@ -339,7 +339,7 @@ class _Heterogeneous:
         return choice
 
     def _seconds(self, i: int, stop: int, memory: int) -> float:
-        """Seconds of a schedule for [i, stop) that fits in exactly `memory` bytes; infinite if none does."""
+        """Return the seconds of a schedule for [i, stop) in exactly `memory` bytes; infinite if none fits."""
         if memory < self.least[i, stop]:
             return math.inf
         if memory >= self.full[i, stop]:
@@ -351,17 +351,17 @@ class _Heterogeneous:
 
 
 def _intervals(length: int) -> Iterator[tuple[int, int]]:
-    """All intervals [i, stop) with a stage other than the loss, each after those inside it."""
+    """Return all intervals [i, stop) with a stage other than the loss, each after the intervals inside it."""
     return ((i, stop) for stop in range(1, length + 2) for i in reversed(range(min(stop, length))))
 
 
 def _may_enable(length: int, attached: bool, i: int, stop: int) -> bool:
-    """Whether [i, stop) may begin with Fe_i: attached, or with at most the loss before its backward."""
+    """Return whether [i, stop) may begin with Fe_i: if `attached`, or if at most the loss precedes B_i."""
     return attached or stop == i + 1 or (i == length - 1 and stop == length + 1)
 
 
 def _stage_needs(costs: Costs) -> Ints:
-    """[2, L, L+2] bytes of Fe_i and B_i in [i, stop): row 0 if a_i stands alone, row 1 if it lies in ā_i."""
+    """Return bytes of Fe_i and B_i in [i, stop), [2, L, L+2]: row 0 if a_i is stored by itself, row 1 if inside ā_i."""
     length = len(costs.activation) - 1
     backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
     backward[0, :, -1] = costs.backward_need[0]
@@ -371,7 +371,7 @@ def _stage_needs(costs: Costs) -> Ints:
 
 
 def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
-    """([L+2, L+2], [L+2, L+2]): the m from which [i, stop) can store all checkpoints, and the seconds with it."""
+    """Return the least m with which [i, stop) can store all checkpoints, and its seconds: [L+2, L+2] each."""
     length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
     full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
     full[length, length + 1] = costs.loss_need

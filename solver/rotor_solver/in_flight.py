@@ -1,8 +1,8 @@
 """Plan several forwards of one chain that are in flight at once, within one limit.
 
-In any order, all forwards follow one sequence. A plan of one forward with room at its loss for the others keeps at most
-the limit less the room; so each amount of room is a problem for the persistent program. In reverse order, all forwards
-are one long chain (`nested_chain`), which gives the best plan and a bound for any order.
+If backwards may run in any order, all forwards use one sequence. A plan of one forward that reserves `room` bytes at
+its loss for the others keeps at most the limit less `room`; each `room` is a problem for the persistent program. In
+reverse order, all forwards form one long chain (`nested_chain`): it gives the best plan, and a bound for any order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rotor_solver.simulate import Machine, simulate
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A sequence's memory and time as seen by the other forwards, in bytes and seconds.
+    """Memory and time of one forward, as far as they matter to the other forwards in flight. Bytes and seconds.
 
-    `kept` is held from the end of its forward to the start of its backward, the gradient of its output included. `left`
-    stays after its backward: its input and output, which the caller holds, and the gradient of its input. `peak` is its
-    own peak.
+    `kept` is held from the end of the forward to the start of its backward, the gradient of its output included. `left`
+    stays after the backward: input and output, which the caller holds, and the gradient of the input. `peak` is the
+    peak of the forward without the others.
     """
 
     kept: int
@@ -45,25 +45,25 @@ class Footprint:
 
     @property
     def waiting(self) -> int:
-        """The most that it holds while another forward runs."""
+        """Most bytes that it holds while another forward runs."""
         return max(self.kept, self.left)
 
     @property
     def working(self) -> int:
-        """Its need beyond `waiting` while it runs."""
+        """Bytes that it needs beyond `waiting` while it runs."""
         return max(0, self.peak - self.waiting)
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Footprint:
         found = simulate(chain, sequence)
         loss = sequence.index(Loss())
-        # With the gradient of the output: the backward of a sum of losses makes all of these first.
+        # The gradient of the output counts: the backward of a sum of losses first makes those of all forwards.
         kept = (found.after[loss - 1] if loss else chain.input_bytes) + chain.activation[-1]
         return cls(kept, found.after[-1] + chain.input_bytes, found.peak, found.makespan)
 
 
-def _beside(footprints: Many[Footprint], order: str) -> list[int]:
-    """Bytes that the others hold while each forward runs."""
+def _held_by_others(footprints: Many[Footprint], order: str) -> list[int]:
+    """Return, for each forward, the bytes that the other forwards hold while it runs."""
     if order == "any":
         return [sum(each.waiting for each in footprints) - own.waiting for own in footprints]
     found, before, after = [], 0, sum(each.left for each in footprints)
@@ -75,25 +75,25 @@ def _beside(footprints: Many[Footprint], order: str) -> list[int]:
 
 
 def peaks_of(footprints: Many[Footprint], order: str) -> list[int]:
-    """Bytes of all forwards together while each of them runs; in reverse order, those before it wait."""
+    """Return, for each forward, the peak bytes of all forwards while it runs; in reverse order, earlier ones wait."""
     own = [max(each.peak, each.waiting if order == "any" else 0) for each in footprints]
-    return [others + each for others, each in zip(_beside(footprints, order), own, strict=True)]
+    return [others + each for others, each in zip(_held_by_others(footprints, order), own, strict=True)]
 
 
 def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
     """Return the index of the forward that runs at the peak, and the bytes that the others hold meanwhile."""
     peaks = peaks_of(footprints, order)
     number = peaks.index(max(peaks))
-    return number, _beside(footprints, order)[number]
+    return number, _held_by_others(footprints, order)[number]
 
 
 def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
-    """The most that all but one hold while that one begins; in reverse order, the last begins last."""
-    return sum(each.kept for each in footprints[:-1]) if order == "reverse" else max(_beside(footprints, order))
+    """Return the most bytes that the others hold when a forward begins; in reverse order, the last begins last."""
+    return sum(each.kept for each in footprints[:-1]) if order == "reverse" else max(_held_by_others(footprints, order))
 
 
 def with_room_at_loss(chain: Chain, room: int) -> Chain:
-    """A plan of this chain within a limit keeps at most the limit less `room`, so that others can run in between."""
+    """Reserve `room` bytes at the loss for other forwards: a plan within a limit then keeps at most limit - `room`."""
     return replace(chain, loss_temp=max(chain.loss_temp, room))
 
 
@@ -110,19 +110,19 @@ def simulate_forwards(
 ) -> ForwardsSimulation:
     """Run one forward of `chain` by each of `sequences`.
 
-    `order` names a forward three times: for its forward, its loss and its backward. It defaults to that of a sum of
-    losses: all forwards, all losses, and the backwards from last to first. The memory that a forward leaves after its
-    backward, input and output included, stays to the end. Raises ValueError if a sequence is not valid, or if `order`
-    does not name every forward three times.
+    `order` names each forward three times: for its forward, its loss and its backward. It defaults to the order of a
+    sum of losses: all forwards, all losses, and the backwards from last to first. The memory that a forward leaves
+    after its backward, input and output included, stays to the end. Raises ValueError if a sequence is not valid, or if
+    `order` does not name every forward three times.
     """
     sequences = listed(sequences, "sequences")
     for each in sequences:
         check_sequence(each)
-        simulate(chain, each)  # for its errors, which name the operation
+        simulate(chain, each)  # raises errors that name the operation
     forwards = list(range(len(sequences)))
     order = [*forwards, *forwards, *reversed(forwards)] if order is None else listed(order, "order")
     if sorted(map(str, order)) != sorted(map(str, 3 * forwards)):
-        message = f"the order must name each of {len(sequences)} forwards three times, got {order}"
+        message = f"order must name each of {len(sequences)} forwards three times, got {order}"
         raise InvalidValueError(message, kind="wrong_order", name="order")
     running: dict[int, _RunningForward] = {}
     peak = 0
@@ -141,31 +141,31 @@ class _RunningForward:
         self._parts = iter((range(loss), range(loss, loss + 1), range(loss + 1, len(sequence))))
 
     def go_on(self) -> int:
-        """Run the forward, the loss or the backward; return the peak in bytes meanwhile."""
+        """Run the next part (forward, loss, backward); return its peak in bytes."""
         return max([self.held, *map(self.machine.run, next(self._parts))])
 
     @property
     def held(self) -> int:
-        """Bytes in memory now. The machine drops a_0 at the first stage's backward; the caller does not."""
+        """Bytes in memory now. Includes a_0 to the end: the machine drops it at the first stage's backward."""
         return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
 
 
 def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
     """Chain `forwards` copies of `chain` one after another, with a joint between each two, which is never recomputed.
 
-    A joint's forward makes the input of the next forward and the gradient of the output of the one before; its backward
-    is the loss of the one before. The nested chain holds no more than the forwards do, or, with `at_most`, no less.
-    They differ only by an output that the caller keeps while its own forward goes backward through the last stage: part
-    of the stage's saved bytes if it was stored, extra if not.
+    A joint's forward makes the input of the next forward and the gradient of the previous forward's output; its
+    backward is the loss of the previous forward. The nested chain holds no more than the forwards do, or, with
+    `at_most`, no less. Both differ only in an output that the caller keeps during the backward of its last stage: part
+    of that stage's saved bytes if the stage was stored, extra memory if not.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
     loss = Option(
         forward_time=0.0,
         backward_time=chain.loss_time,
         saved=chain.input_bytes + output,
-        backward_temp=chain.loss_temp - output,  # the gradient that it makes counts as saved already
+        backward_temp=chain.loss_temp - output,  # `saved` already counts the gradient that the joint makes
     )
-    # The next forward is over when the joint runs backward: its input and that input's gradient are in memory.
+    # The next forward is over when the joint runs backward: its input and the input's gradient are in memory.
     left = 2 * chain.input_bytes + (held if at_most else 0)
     joint = Stage(chain.input_bytes, (loss,), nograd_temp=LARGEST_SIZE // 4, gradient=left, name="joint")
     copy = chain.stages
@@ -184,7 +184,7 @@ def apart(sequence: Sequence, stages: int, forwards: int) -> tuple[Sequence, ...
         number, stage = divmod(operation.stage, stages + 1)
         if stage < stages:
             parts[number].append(replace(operation, stage=stage))
-        elif Loss() not in parts[number]:  # the joint's first run: the forward before it is over
+        elif Loss() not in parts[number]:  # the joint's first run: the forward of this copy is over
             parts[number].append(Loss())
     return tuple(Sequence(part, sequence.algorithm) for part in parts)
 
@@ -196,7 +196,7 @@ Candidate = tuple[Footprint, Sequence]
 class JointPlan:
     """One sequence for each forward, in the order in which the forwards run. Seconds and bytes.
 
-    `makespan` and `peak` cover all forwards together. No persistent sequences with such a peak take less than
+    `makespan` and `peak` cover all forwards together. No persistent sequences with at most this peak take less than
     `lower_bound` together.
     """
 
@@ -207,7 +207,7 @@ class JointPlan:
 
     @property
     def gap(self) -> float:
-        """makespan / lower_bound - 1: the largest possible distance from the best plan."""
+        """makespan / lower_bound - 1: upper bound of the share by which the plan is slower than the best."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
@@ -245,7 +245,7 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
     check_count(forwards, "forwards")
     check_type(order, str, "order", f"use {' or '.join(ORDERS)}")
     if order not in ORDERS:
-        message = f"the order must be {' or '.join(ORDERS)}, got {order!r}"
+        message = f"order must be {' or '.join(ORDERS)}, got {order!r}"
         raise InvalidValueError(message, kind="unknown_value", name="order")
     least = _least_for_any_order(chain, forwards)[0]
     return least if order == "any" else min(least, _peak(_least_in_reverse(chain, forwards), order))
@@ -267,7 +267,7 @@ def _least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
 
 
 def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
-    """Return the least limit for any order, and the room at the loss with which a plan of one forward keeps it."""
+    """Return the least limit for any order, and the room at the loss of the one-forward plan that attains it."""
     left = Footprint.of(chain, store_all(chain)).left
 
     def least_peak(room: int) -> int:
@@ -276,8 +276,8 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
     def need(peak: int, kept: int) -> int:
         return (forwards - 1) * max(kept, left) + max(peak, left)
 
-    # As the room grows, the peak does not fall, and the peak less the room does not rise. More room than what storing
-    # everything takes serves only forwards without a graph, by their scratch.
+    # As the room grows, the peak does not fall, and the peak less the room does not rise. More room than storing
+    # everything needs helps only by the scratch of forwards without a graph.
     stored = simulate(chain, store_all(chain)).peak
     rooms = 0, stored, stored + max((stage.temp_without_graph for stage in chain), default=0)
     peaks = [least_peak(room) for room in rooms]
@@ -297,13 +297,13 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
 # Amounts of room for the running forward, at first. Not measured; too few miss better plans, each costs a solve.
 _ROOMS = 10
 _CLOSER = 4  # Refinements around the best amount of room. Not measured; each costs two solves.
-# Shares of an equal part that one forward may keep. Not measured; it may keep less in the end, and fit.
+# Limits of a forward's kept bytes, relative to equal shares. Not measured; a plan above 1 may keep less, and fit.
 _SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
 
 
 def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
-    """Yield plans for one of `forwards` forwards, with more and less room for the running one."""
-    solver = Persistent(slots, work=0)  # many solves, of which one is used
+    """Yield plans for one of `forwards` forwards, with different room for the running forward."""
+    solver = Persistent(slots, work=0)  # little work for each of many solves, only one of which is used
     least = least_in_flight_sequence(chain, forwards, slots=slots)
     yield Footprint.of(chain, least), least
     seconds: dict[int, float] = {}
@@ -349,9 +349,9 @@ def solve_in_flight(
     """Return the fastest known plans for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
 
     Every a_0 is counted. `order` is the order of the backwards: "any", or "reverse", from the last forward to the
-    first, which takes less time or memory. Plans for any order are safe in reverse; there all forwards follow one
-    sequence, and with `alike` in reverse as well. One sequence demands less of the step: it is preferred to different
-    sequences in reverse if it takes at most `worth` longer, as a share of the time.
+    first, which takes less time or memory. Plans for any order use one sequence for all forwards, and work in reverse,
+    too. With `alike`, plans in reverse also use one sequence. One sequence works in more steps: it is preferred to
+    different sequences in reverse if it takes at most `worth` longer, as a share of the time.
 
     Raises InfeasibleError if nothing fits; its `min_bytes` is `least_in_flight`. Raises ValueError if the limit is not
     a number of bytes, if `forwards` or `slots` < 1, or if the order is unknown.
@@ -376,23 +376,23 @@ def solve_in_flight(
     if fitting:
         fastest = min(fitting, key=lambda each: each[0].makespan)
         plans.insert(0, _joined([fastest] * forwards, "any", bound))
-    if not plans:  # the least limit for any order may exceed that in reverse
+    if not plans:  # the limit suffices in reverse, but may not suffice for any order
         return _joined(_least_in_reverse(chain, forwards), "reverse", bound)
     enough = (1 + worth) * min(plan.makespan for plan in plans)
     return next(plan for plan in plans if plan.makespan <= enough)
 
 
 def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[Candidate] | None, float]:
-    """Return the best plan in reverse, and its proven bound; None if only a bound is known."""
+    """Return the best plan in reverse, or None if none is found, and a proven lower bound in seconds."""
     length = len(chain) + 1
     some = min(forwards, max(1, _LONGEST // length))
     one = store_all(chain).lower_bound or 0.0
     if some < forwards:
-        # The others hold memory too: `some` get the limit less the others' minimum.
+        # The other forwards hold memory too: `some` get the limit less the least that the others keep.
         least = Footprint.of(chain, recompute_all(with_room_at_loss(chain, limit))).kept
         return None, forwards / some * _nested(chain, limit - (forwards - some) * least, some, slots)[1]
     bound, room, known = forwards * one, limit, list[list[Candidate]]()
-    for _ in range(4):  # the nested chain counts slightly too little
+    for _ in range(4):  # the nested chain counts slightly too few bytes: retry with less room
         try:
             found = Persistent(slots).solve(nested_chain(chain, forwards), room)
         except InfeasibleError:

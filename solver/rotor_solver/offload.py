@@ -1,9 +1,9 @@
 """Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a certified bound.
 
-For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take memory only in
-their own operations (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits, and
-is simulated; the fastest wins. Slightly lower limits are tried too, as copies take memory on their way, and chains in
-which each stage can only move the most, or the least, as a price ignores how long copies wait for each other.
+For a price λ in seconds per moved byte, the persistent program solves the chain in which moved bytes take memory only
+in their own forward and backward (`priced`); no timetable of copies needs less. Each sequence found gets a timetable
+that fits, and is simulated; the fastest wins. Two variations are tried: lower limits, as copies in progress take
+memory; and stages that may only move their most, or their fewest, bytes, as a price ignores that copies queue.
 
 The bound (`lower_bound`): let C₁ be the compute seconds of a sequence up to the loss, C₂ those after it, and M the
 bytes that it moves, out before and back after the loss (Note [Moves] at `sequence.Moves`). With β bytes a second,
@@ -63,7 +63,7 @@ __all__ = [
 
 
 def priced(chain: Chain, price: float) -> Chain:
-    """Return `chain` with `price` more seconds for every byte moved. No copy goes out after the loss."""
+    """Return `chain` with `price` more seconds for every moved byte. Moving options cannot run after the loss."""
     stages: list[Stage] = []
     for stage in chain.stages:
         options = [
@@ -72,7 +72,7 @@ def priced(chain: Chain, price: float) -> Chain:
                 forward_time=option.forward_time + price * option.moved,
                 forward_temp=option.forward_temp + option.moved,
                 backward_temp=option.backward_temp + option.moved,
-                replay_temp=LARGEST_SIZE,  # of a forward after the loss: more than any limit
+                replay_temp=LARGEST_SIZE,  # more than any limit: forbids the option after the loss
                 moved=0,
             )
             if option.moved
@@ -86,7 +86,7 @@ def priced(chain: Chain, price: float) -> Chain:
 
 
 class Line(NamedTuple):
-    """`seconds` for no byte moved, and `slope` seconds more for every byte."""
+    """A bound that is linear in the moved bytes: `seconds` for no byte, and `slope` more for every byte."""
 
     seconds: float
     slope: float
@@ -96,7 +96,7 @@ class Line(NamedTuple):
 
 
 def lower_bound(chain: Chain, link: Link, found: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(bytes, seconds): every step takes at least `seconds`, at best with `bytes` moved; `found` are (price, bound)."""
+    """Return (bytes, seconds): no step is faster than `seconds`, even with `bytes` moved; `found`: (price, bound)."""
     out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
     forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
     least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
@@ -108,7 +108,7 @@ def lower_bound(chain: Chain, link: Link, found: Iterable[tuple[float, float]]) 
 
 
 def lowest_point(lines: list[Line]) -> tuple[float, float]:
-    """(bytes, seconds): the lowest point of the upper envelope of all lines, over zero bytes or more."""
+    """Return (bytes, seconds), the lowest point of the upper envelope of all lines, over zero bytes or more."""
     crossings = [0.0]
     for one, other in combinations(lines, 2):
         if one.slope != other.slope:
@@ -116,20 +116,20 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
     return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
 
 
-_CLOSE = 0.005  # A gap that is good enough, as in `persistent.recurrence`
-_NOT_FAR = 0.01  # The same for chains in which less can move, which double the solve time. Not measured.
-# First prices to try, the last one first, as multiples of the seconds of a byte's round trip: so small that it does not
-# count, and so high that no more moves than must. Not measured; wrong ends only cost solves.
+_CLOSE = 0.005  # The search ends at this gap, which is below the error of measured stage times
+_NOT_FAR = 0.01  # Up to this gap, chains with restricted moves are not tried: they double the solve time. Not measured.
+# First prices to try, as multiples of a byte's round-trip seconds, the last one first: one is negligible, the other so
+# high that only unavoidable moves remain. Not measured; wrong ends only cost solves.
 _ENDS = (64.0, 2.0**-10)
 _PRICES = 12  # Most prices to try; five or six are typical. Not measured; too few loosen the plan and the bound.
 _SAME = 1e-6  # Prices with no larger relative difference are the same
-# Room for copies on their way, as multiples of the most that a stage moves. Tried on chains of 40 to 70 stages: one
-# half to three multiples found the best plan, and those between them made it up to one percent faster.
+# Room for copies in progress, as multiples of the most bytes that a stage moves. On chains of 40 to 70 stages, the best
+# plan had between half and three; the steps in between made it up to one percent faster.
 _ROOMS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 
 class MovingPlan(NamedTuple):
-    """A sequence and its moves, the `seconds` of a step by them, and a certified lower bound for all such steps."""
+    """A sequence, its moves, the `seconds` of a step with them, and a certified lower bound of any plan's seconds."""
 
     sequence: Sequence
     moves: Moves
@@ -144,8 +144,8 @@ class MovingPlan(NamedTuple):
 def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> MovingPlan:
     """Return the fastest sequence found within `limit` bytes, a_0 counted, with its moves over `link`.
 
-    It is no slower than the best one found without moves. The bound is for memory-persistent sequences whose copies
-    keep the rules of Note [Moves]. Raises InfeasibleError, with the exact least limit, if even moving all that can move
+    It is no slower than the best sequence found without moves. The bound holds for memory-persistent sequences whose
+    copies obey Note [Moves]. Raises InfeasibleError, with the exact least limit, if even moving as much as possible
     does not fit; ValueError if the limit is not a number of bytes.
     """
     check_chain(chain)
@@ -176,7 +176,7 @@ class _Search:
     def explore(self, chain: Chain, room: int) -> None:
         """Solve `chain` for the prices near the lowest point of the bound, with `room` bytes left for copies."""
         limit, found, known = self.limit - room, list[tuple[float, float]](), list[tuple[int, float]]()
-        # A bound for a lower limit certifies nothing, nor does one for fewer moves.
+        # A bound for a lower limit, or for fewer possible moves, does not hold for the whole problem.
         certifies = room == 0 and chain is self.chain
         program = Persistent(self.slots, THOROUGH if certifies else BRIEF, work=0)
         with suppress(InfeasibleError):
@@ -197,7 +197,7 @@ class _Search:
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
         """Keep `sequence` if it is the fastest. Return the bytes that it may move, and its seconds without copies."""
-        # A price does not choose among equal stages; a timetable does: the early ones, which have the most time.
+        # A price does not tell equal stages apart. A timetable prefers early ones, whose copies have the most time.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
             moves = plan_moves(self.chain, each, self.link, self.limit)
             settled = without_idle_moves(self.chain, each, moves)
@@ -209,13 +209,13 @@ class _Search:
     def plan(self) -> MovingPlan:
         assert self.best is not None
         sequence, moves, seconds = self.best
-        bound = min(self.bound, seconds)  # a bound above the time of a real step could only be rounding
+        bound = min(self.bound, seconds)  # only rounding could make the bound higher than the time of a real step
         return MovingPlan(Sequence(sequence, "moving", bound), moves, seconds, bound)
 
 
 def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
     """Return `chain` with each stage's moves restricted to the size that `pick` chooses among its own."""
-    # The others stay, since sequences number them, and need more memory than any limit has.
+    # Other options stay in the list, as sequences refer to options by index, but need more memory than any limit.
     never = partial(replace, moved=0, forward_temp=LARGEST_SIZE)
     stages: list[Stage] = []
     for stage in chain:
@@ -227,7 +227,7 @@ def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
 
 
 def _price_between(known: list[tuple[int, float]], moved: float, tried: list[float]) -> list[float]:
-    """The price at which the nearest `known` (bytes, seconds) that move more and less than `moved` are equal."""
+    """Return [price] at which the `known` (bytes, seconds) next above and below `moved` cost the same; [] if tried."""
     more = min((each for each in known if each[0] > moved), default=None)
     less = max((each for each in known if each[0] <= moved), default=None, key=lambda each: (each[0], -each[1]))
     if more is None or less is None or less[1] <= more[1]:
@@ -237,7 +237,7 @@ def _price_between(known: list[tuple[int, float]], moved: float, tried: list[flo
 
 
 def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
-    """Let every forward of `sequence` before the loss move all that it could move at no extra cost."""
+    """Let every forward of `sequence` before the loss use the option that moves most at no extra cost."""
     operations, loss = list(sequence), sequence.index(Loss())
     for position, operation, options, own in _enabled(chain, sequence):
         alike = [k for k, each in enumerate(options) if each.moved > own.moved and _no_worse(each, own)]
@@ -247,7 +247,7 @@ def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
 
 
 def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequence:
-    """Replace moving options of `sequence` where nothing is moved, if the others cost no more and keep no more."""
+    """Replace options whose `moved` bytes do not move, if an option without such bytes costs and keeps no more."""
     operations, moving, loss = list(sequence), moves.stages, sequence.index(Loss())
     for position, operation, options, own in _enabled(chain, sequence):
         alike = [k for k, each in enumerate(options) if own.moved and not each.moved and _no_worse(each, own)]
@@ -275,8 +275,8 @@ def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Move
     """Return moves of `sequence` with which a step stays within `limit` bytes, however slow the link.
 
     Waits as late and fetches as early as memory allows, both optimal for given trips: copies out end in the order in
-    which they begin, and copies back begin in the order of the backwards, to which their bytes stay. A stage does not
-    move if that fits and takes no longer over `link`. Raises InfeasibleError if moving all that can move needs more.
+    which they begin, and copies back begin in the order of the backwards that need them. A stage does not move if that
+    fits and takes no longer over `link`. Raises InfeasibleError if even moving as much as possible does not fit.
     """
     check_link(link)
     step = _TimedSequence(chain, sequence, link, bytes_of_limit(limit))
@@ -291,7 +291,7 @@ def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Move
 
 
 class _TimedSequence:
-    """Costs of a sequence's operations, by position, if nothing moves."""
+    """A sequence's operations, by position, with their costs without moves, and the search for its timetable."""
 
     def __init__(self, chain: Chain, sequence: Sequence, link: Link, limit: int) -> None:
         found = moments(chain, sequence)
@@ -300,7 +300,7 @@ class _TimedSequence:
         self.link, self.limit = link, limit
 
     def bytes_while_away(self, trips: Several[Trip]) -> list[int]:
-        """By operation, the peak in bytes if moved bytes are in memory only in their own forward and backward."""
+        """Return each operation's peak in bytes if `trips` have memory only in their own forward and backward."""
         change = [0] * (len(self.during) + 1)
         for trip in trips:
             change[trip.forward + 1] -= trip.moved
@@ -308,22 +308,22 @@ class _TimedSequence:
         return [most + away for most, away in zip(self.during, accumulate(change), strict=False)]
 
     def timetable(self, trips: Several[Trip]) -> Moves | None:
-        """Schedule these trips, given in the order of their forwards; None if that does not fit."""
+        """Return moves for `trips`, given in the order of their forwards; None if they do not fit."""
         room = [self.limit - most for most in self.bytes_while_away(trips)]
         if min(room) < 0:
             return None
         wait_out: list[list[int]] = [[] for _ in room]
         fetch: list[list[int]] = [[] for _ in room]
-        leaves = {trip.forward: trip for trip in trips}
+        begins = {trip.forward: trip for trip in trips}
         pending, held = deque[Trip](), 0
         for position in range(self.after_loss):
             while held > room[position]:
                 trip = pending.popleft()
                 wait_out[position].append(trip.stage)
                 held -= trip.moved
-            if position in leaves:
-                pending.append(leaves[position])
-                held += leaves[position].moved
+            if position in begins:
+                pending.append(begins[position])
+                held += begins[position].moved
         if pending:
             wait_out[self.after_loss] = [trip.stage for trip in pending]
         earliest = self.after_loss
@@ -337,9 +337,9 @@ class _TimedSequence:
         return Moves(tuple(map(tuple, wait_out)), tuple(map(tuple, fetch)))
 
     def fewest(self, trips: Several[Trip], moves: Moves) -> Moves:
-        """Return the moves of a subset of `trips` that loses no time and cannot shrink; `moves` has all."""
+        """Return the moves of a minimal subset of `trips` that takes no longer than `moves`, which has all trips."""
         moving, best, seconds = list(trips), moves, self.seconds(trips, moves)
-        untried = deque(reversed(moving))  # those nearest to the loss come back soonest, and are the hardest to hide
+        untried = deque(reversed(moving))  # trips next to the loss have the least time, so they are left out first
         refused: list[Trip] = []
         while untried:
             trip = untried.popleft()
@@ -349,7 +349,7 @@ class _TimedSequence:
                 refused.append(trip)
                 continue
             moving, best, seconds = rest, without, time
-            # The link has less to carry now, so trips that were slow to keep may be quick.
+            # The link carries less now, so leaving out a refused trip may no longer cost time.
             untried.extend(refused)
             refused.clear()
         return best

@@ -2,11 +2,10 @@
 
 `best_cuts` minimizes the time of the slowest part. With c(s, i, j) the cost of stages i … j - 1 as part s, the least
 bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). Costs are
-expensive, lower bounds are cheap: the recurrence is solved with lower bounds for all unknown costs; those of the best
-cuts are tightened, then computed, until cuts with known costs reach the bound (LazySP: Dellin and Srinivasa, 2016).
-
-`equal_cuts` has one policy on all ranks, like training libraries: keep everything; recompute segments of n stages
-(Megatron-LM's "uniform"), or only the first n stages of every part (its "block").
+expensive, lower bounds are cheap. So the recurrence is solved with lower bounds in place of unknown costs; for the best
+cuts, tighter bounds and at last costs are computed, until cuts with known costs reach the bottleneck's bound (LazySP:
+Dellin and Srinivasa, 2016). `equal_cuts` applies one policy to all ranks, as training libraries do: keep everything,
+recompute segments of n stages (Megatron-LM's "uniform"), or only the first n stages of every part (its "block").
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ Cost = Callable[[int, int, int], float]  # Cost of stages i … j - 1 as part s,
 
 
 def best_cuts(bounds: Floats, *costs: Cost) -> tuple[list[int], float]:
-    """Return the cuts 0 = c_0 < … < c_S = N with the least bottleneck, and that; no cuts if none are finite."""
-    # The last of `costs` is the cost; those before it are lower bounds, each more expensive and tighter.
+    """Return the cuts 0 = c_0 < … < c_S = N with the least bottleneck, and that bottleneck; no cuts if infinite."""
+    # The last of `costs` is exact; the others are lower bounds, each more expensive and tighter than the one before.
     lower, known = bounds.copy(), np.full(bounds.shape, np.inf)
     asked = np.zeros(bounds.shape, np.int64)
     while True:
@@ -80,7 +79,7 @@ def _bottleneck(costs: Floats) -> float:
 
 
 def _cheapest(costs: Floats, bottleneck: float) -> list[int]:
-    """The cuts with the least sum of costs, none of which is more than `bottleneck`."""
+    """Return the cuts with the least sum of costs among those with no cost above `bottleneck`."""
     best = np.full(costs.shape[1], np.inf)
     best[0] = 0.0
     before = []
@@ -94,28 +93,28 @@ def _cheapest(costs: Floats, bottleneck: float) -> list[int]:
     return cuts[::-1]
 
 
-def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
-    """Return the stages of `wanted`, or of all, at which a part may begin, as no gradient passes; 0 and the end too."""
+def cut_points(chain: Chain, boundaries: Iterable[int] | None) -> list[int]:
+    """Return 0, the stages of `boundaries` (default: all) at which a part may begin, and the chain's length."""
     length = len(chain)
-    given = list(range(length)) if wanted is None else listed(wanted, "boundaries")
+    given = list(range(length)) if boundaries is None else listed(boundaries, "boundaries")
     for point in given:
         if not is_number(point, Integral) or not 0 <= point <= length:
             message = f"boundaries must be 0 to {length - 1}, got {point}"
             raise InvalidValueError(message, kind="no_such_stage", name="boundaries")
-    # No later stage leaves a gradient that an earlier one frees.
+    # A part may not begin at a stage if an earlier stage frees gradients that this stage or a later one adds.
     inner = sorted(set(given) - {0, length})
     return [0, *(each for each in inner if min(accumulate(reversed(chain.gradient[:each]))) >= 0), length]
 
 
-# Slots for the memory that a microbatch keeps in a lower bound. Not measured; with fewer, more parts are solved.
+# Slots for a microbatch's kept memory in quick lower bounds. Not measured; with fewer, more parts are solved.
 _FEW = 24
-# A part's chain, the bytes for its microbatches (below zero if the memory outside them exceeds its share), the number
-# in flight, and the room for the one in progress, if that is given separately.
+# A part's chain, the bytes for its microbatches (negative if other memory exceeds the part's share), their number in
+# flight, and separate bytes for the running microbatch (0 if a rank has one part).
 _Key = tuple[Chain, int, int, int]
 
 
 class PartCosts:
-    """The costs of parts, by their number and first and last stage. Several parts on a rank share its limit."""
+    """Costs of parts, by number, first stage and end. Several parts on a rank share its limit."""
 
     def __init__(self, chain: Chain, divided: DividedLimits, slots: int) -> None:
         self.chain = chain
@@ -131,12 +130,12 @@ class PartCosts:
         return math.inf if sequence is None else simulate(self._stored(number, begin, end).chain, sequence).makespan
 
     def lower_bound(self, number: int, begin: int, end: int) -> float:
-        """Seconds: no memory-persistent sequence that fits is faster."""
+        """Return a certified lower bound, in seconds, of memory-persistent sequences; infinite if none fits."""
         sequence = self._solve(self._key(number, begin, end))
         return math.inf if sequence is None else sequence.lower_bound or 0.0
 
     def guess(self, number: int, begin: int, end: int) -> float:
-        """A quick lower bound in seconds; infinite if no sequence fits."""
+        """Return a quick lower bound in seconds; infinite if no sequence fits."""
         key = self._key(number, begin, end)
         if key in self._solved:
             return self.lower_bound(number, begin, end)
@@ -152,7 +151,7 @@ class PartCosts:
         return self._guessed[key]
 
     def lacking(self, number: int, begin: int, end: int) -> int:
-        """Bytes missing in the limit of the part's rank; zero or less if none are."""
+        """Return how many bytes the limit of the part's rank lacks; zero or less if the part fits."""
         part = self._stored(number, begin, end)
         if not self._shared:
             least = least_in_flight(part.chain, part.flying.forwards)[0]
@@ -213,18 +212,18 @@ def plan_pipeline(
     """Cut `chain` into parts for `ranks`, with a sequence for each, so that the slowest is as fast as possible.
 
     `chain` is for one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are the
-    bytes of every stage that are there throughout the step: parameters, gradients, optimizer state. `boundaries` are
-    the stages at which a part may begin; defaults to all. `virtual_stages` are the parts on each rank; defaults to two
-    for an interleaved schedule. With `buffers`, those of torch.distributed.pipelining are counted.
+    bytes of every stage in memory throughout the step: parameters, gradients, optimizer state. `boundaries` are the
+    stages at which a part may begin; defaults to all. `virtual_stages` are the parts on each rank; defaults to two for
+    an interleaved schedule. With `buffers`, the communication buffers of torch.distributed.pipelining are counted.
 
-    No cuts make the slowest part faster, with the fastest memory-persistent sequences whose kept bytes are rounded up
-    to `slots`. `lower_bound` holds for all cuts and all such sequences, without rounding. If a rank has several parts,
-    each has a share of the rank's limit; the slowest part is as fast as its share allows. A few ways to divide the
-    limits are tried, and the one with the shortest step is taken. There is no bound then.
+    The cuts are optimal: no others make the slowest part faster, if each part uses its fastest memory-persistent
+    sequence with kept bytes rounded up to `slots`. `lower_bound` holds for all cuts and sequences, without rounding. If
+    a rank has several parts, each gets a share of the rank's limit. The plan is then the one with the shortest step
+    among a few divisions of the limits, and has no bound.
 
-    Raises InfeasibleError if no cuts fit, with the least limit that has a plan as `min_bytes` (if a rank has several
-    parts, another division of its limit might need less); ValueError for an unknown schedule, fewer stages than parts,
-    and invalid numbers.
+    Raises InfeasibleError if no cuts fit; its `min_bytes` is the least limit that has a plan (if a rank has several
+    parts, another division of its limit might need less). Raises ValueError for an unknown schedule, fewer stages than
+    parts, and invalid numbers.
     """
     check_chain(chain)
     check_type(buffers, bool, "buffers", "pass True or False")
@@ -253,7 +252,7 @@ def plan_pipeline(
     return min(plans, key=lambda plan: plan.timeline.makespan)
 
 
-# Shares of a limit for the microbatch in progress, if a rank has several parts. Not measured; each costs a search.
+# Tried shares of a limit for the running microbatch, if a rank has several parts. Not measured; each costs a search.
 _WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
 
 
@@ -290,20 +289,20 @@ def _check_length(name: str, values: Several[float], needs: int) -> None:
 
 
 def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
-    """[S, N+1, N+1] seconds of storing everything, by (part, i, j) of `points`: no sequence takes less."""
+    """Return the seconds of storing everything, [S, N+1, N+1] by (part, i, j) of `points`: no sequence takes less."""
     fastest = [min(way.forward_time + way.backward_time for way in stage.options) for stage in chain]
     until = np.array([0.0, *accumulate(fastest)])[points]
     until[-1] += chain.loss_time
-    # Sums in another order differ in their last digits.
+    # A margin, as sums in another order differ in their last digits.
     seconds = (until[None, :] - until[:, None]) * (1 - 1e-12 * len(points))
     bounds = np.repeat(np.where(np.tri(len(points), dtype=bool), np.inf, seconds)[None], parts, axis=0)
-    bounds[:-1, :, -1] = np.inf  # only the last part ends with the chain
+    bounds[:-1, :, -1] = np.inf  # only the last part ends at the end of the chain
     bounds[-1, :, :-1] = np.inf
     return bounds
 
 
 def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> InfeasibleError:
-    """Build the error with the least limit that fits: the missing bytes of every cut's parts are known exactly."""
+    """Build the error with the least limit that fits, from the exact number of bytes that each part lacks."""
     unknown = np.where(np.isfinite(bounds), -float(max(search.divided.limits)), np.inf)
 
     def lacking(part: int, i: int, j: int) -> float:
@@ -325,7 +324,7 @@ def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> Infeasible
 
 
 class EqualCuts(NamedTuple):
-    policy: str  # In words
+    policy: str  # A description, for reports
     plan: PipelinePlan
 
 
@@ -339,7 +338,7 @@ def equal_cuts(
 ) -> tuple[EqualCuts, ...]:
     """Apply every policy to equal cuts of `chain`, with schedule and limits of `plan`, the fastest first.
 
-    The other arguments are those of `plan_pipeline`, which has checked them.
+    The other arguments must be those that `plan_pipeline` got, which has checked them.
     """
     check_chain(chain)
     check_type(plan, PipelinePlan, "plan", "take that of plan_pipeline")
@@ -359,7 +358,7 @@ def equal_cuts(
 
 
 def _policies(lengths: list[int]) -> Iterator[tuple[str, list[list[range]]]]:
-    """Policies in words, and the segments that they recompute of parts with these numbers of stages."""
+    """Yield each policy's description, and by part the segments that it recomputes, for parts of `lengths` stages."""
     longest = max(lengths)
     yield "keep everything", [[] for _ in lengths]
     for size in range(1, longest + 1):

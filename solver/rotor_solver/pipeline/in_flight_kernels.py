@@ -17,13 +17,13 @@ from rotor_solver.jit_policy import compiled
 
 @compiled()
 def slot_of(need: int, unit: int, offset: int) -> int:
-    """The first slot m with m · unit + offset ≥ need."""
+    """Return the first slot m with m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
 
 
 @compiled()
 def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
-    """Bytes that a run of stage i with a graph, by option k of all, and its backward need in the interval [i, last]."""
+    """Return the bytes that option k (an index into `costs`) of stage i and its backward need in [i, last]."""
     row = 0 if last == len(costs.activation) - 1 else 1
     return int(max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
 
@@ -32,7 +32,7 @@ def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
 def lower(row: np.ndarray, begin: int, inner: np.ndarray, less: int, seconds: float) -> None:
     """row[m] = min(row[m], seconds + inner[m - less]) for m ≥ begin; beyond its end, `inner` equals its last number.
 
-    Views begin at the first slot: with an index that might be negative, Numba's loops do not vectorize.
+    Loops run over views that begin at the first slot, since Numba does not vectorize indices that may be negative.
     """
     end = min(len(row), len(inner) + less)
     if begin < end:
@@ -56,7 +56,7 @@ def lower_by_both(
 
 @compiled()
 def fill(table: Any) -> None:
-    """again[state, i, l, m] for l < L: seconds for the interval after the loss in m slots. [2, L, L, width] of inf."""
+    """Fill `again` [2, L, L, width] by (state, i, l, m), infinite at first: seconds of [i, l] after the loss."""
     again, costs, taken, activation, unit, offset = table
     length, width = len(costs.activation) - 1, again.shape[3]
     none = int(np.int64(0))  # Numba would compile a second version for a literal
@@ -84,10 +84,10 @@ def fill(table: Any) -> None:
 
 @compiled()
 def fill_kept(kept: np.ndarray, table: Any, beyond: int, below: int, most: int) -> None:
-    """kept[state, i, r], r ≤ most: seconds for [i, L] if r - below more slots may be kept, and r + beyond are free.
+    """Fill kept[state, i, r], r ≤ most: seconds of [i, L] if r - below more slots may be kept, and r + beyond are free.
 
-    Before the loss, more may be in memory than is kept in the end, as a stage can free more of its input than it saves:
-    `below` slots at most. `kept` is [2, L+1, most + 1 or more].
+    Before the loss, up to `below` more slots may be in memory than are kept at the loss, as a stage can free more of
+    its input than it saves. `kept` is [2, L+1, most + 1 or more].
     """
     again, costs, taken, activation, unit, offset = table
     length = len(costs.activation) - 1
@@ -145,7 +145,7 @@ def choice(kept: np.ndarray, table: Any, beyond: int, state: int, i: int, last: 
 
 @compiled()
 def best_kept(table: Any, count: int, below: int) -> tuple[float, int]:
-    """The least seconds over all numbers of slots kept, a_0 included, and the number that attains them; -1 for none.
+    """Return the least seconds over all numbers of kept slots, a_0 included, and the best such number; -1 for none.
 
     The last slot of `again` is the limit.
     """

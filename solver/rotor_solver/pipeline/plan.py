@@ -1,6 +1,6 @@
 """A plan for a pipeline, the division of limits among its parts, and the simulation of its step.
 
-The simulation knows only the order of actions and the costs of one microbatch, not how plans are found.
+The simulation uses only the order of actions and the costs of one microbatch, and no code that finds plans.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All events in the order in which they begin, and by rank the peaks in bytes and the seconds of work."""
+    """All events in the order in which they begin; by rank, `peaks` in bytes and `busy` seconds of work."""
 
     events: tuple[Event, ...]
     peaks: tuple[int, ...]
@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait: in [0, 1)."""
+        """Share of all ranks' time that they spend waiting, in [0, 1)."""
         whole = len(self.busy) * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
 
@@ -108,7 +108,7 @@ def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
                 events.append(Event(action, rank, begin, end, *memory[rank].run(action)))
                 position[rank] += 1
         if len(events) == before:
-            message = f"the schedule {schedule.name} waits for itself"
+            message = f"schedule {schedule.name} deadlocks: the next action of every rank waits for another rank"
             raise InvalidValueError(message, kind="schedule_deadlock", name=schedule.name)
     events.sort(key=lambda event: (event.begin, event.rank))
     by_rank = [[event for event in events if event.rank == rank] for rank in range(schedule.ranks)]
@@ -120,7 +120,7 @@ def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
 
 
 def _needed(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int]]:
-    """The predecessors of an action: "I" stands for the gradient of the input, whichever backward makes it."""
+    """Return an action's predecessors; "I" stands for the gradient of the input, whichever backward computes it."""
     part, microbatch = action.part, action.microbatch
     if action.kind == "F":
         return [("F", part - 1, microbatch)] if part else []
@@ -141,8 +141,8 @@ def _seconds(action: Action, part: Part) -> float:
 class Part:
     """Stages `begin` … `end` - 1, on a rank: a chain for one microbatch, and its sequence.
 
-    `fixed_bytes` are parameters and the like, and buffers. `left_bytes` are gradients that the first microbatch leaves
-    for good. `waiting_bytes` are kept from the backward for the inputs to the one for the weights, if there are two.
+    `fixed_bytes` (parameters, optimizer state, buffers) are always in memory; `left_bytes` (gradients) from the first
+    microbatch on; `waiting_bytes` from the backward for the inputs to the backward for the weights, if these are split.
     """
 
     rank: int
@@ -161,7 +161,7 @@ class Part:
 
     @property
     def beside_bytes(self) -> int:
-        """Peak of the memory outside microbatches that wait for their backward, or are in progress."""
+        """Peak bytes outside of the forwards in flight: fixed bytes, gradients, and data of postponed backwards."""
         return self.fixed_bytes + self.left_bytes + self.flying.weights * self.waiting_bytes
 
     @property
@@ -213,7 +213,7 @@ class PipelinePlan:
 
 
 def part_of(chain: Chain, begin: int, end: int) -> Chain:
-    """Return stages begin … end - 1 as a chain. All but the last part have no loss; their output is held."""
+    """Return stages begin … end - 1 as a chain. All parts but the last have no loss; their caller holds the output."""
     last = end == len(chain)
     return Chain(
         chain.stages[begin:end],
@@ -227,8 +227,8 @@ def part_of(chain: Chain, begin: int, end: int) -> Chain:
 def with_weights_put_off(part: Chain) -> Chain:
     """Return the part with backwards for the inputs only; the data for the weights' backwards stays in memory.
 
-    This is all that the stages save, their inputs, and the gradients of their outputs: as if each backward left that
-    many bytes of gradients. A runtime that keeps less stays below.
+    The data is everything that the stages save, their inputs, and the gradients of their outputs. It counts as
+    gradients that each backward adds. A runtime that keeps less data needs less memory.
     """
     stages: list[Stage] = []
     for incoming, stage in zip(part.activation, part.stages, strict=False):
@@ -240,11 +240,11 @@ def with_weights_put_off(part: Chain) -> Chain:
 
 @dataclass(frozen=True)
 class DividedLimits:
-    """`limits` in bytes by rank, `fixed` in bytes by stage; `buffers` says whether torch's are counted.
+    """Limits of parts: `limits` in bytes by rank, `fixed` in bytes by stage; `buffers` counts communication buffers.
 
     If a rank has several parts, its limit is divided. After average fixed bytes, a share `working` of the rest is for
-    the microbatch in progress, whichever part it runs through. Each part gets the fixed bytes of an average part, and
-    of the rest in proportion to its microbatches in flight.
+    the running microbatch, whichever part it runs through. Each part gets the fixed bytes of an average part, and a
+    share of the remaining bytes in proportion to its microbatches in flight.
     """
 
     schedule: Schedule
@@ -258,11 +258,11 @@ class DividedLimits:
         return in_flight(self.schedule)
 
     def room(self, number: int, more: int = 0) -> int:
-        """Bytes for the microbatch in progress in addition to all kept bytes; `more` is added to the limit."""
+        """Return bytes for the running microbatch beyond all kept bytes; `more` is added to the limit."""
         return int(self.working * self._free(number, more))
 
     def share(self, number: int, more: int = 0) -> int:
-        """Bytes for a part in addition to that room: the limit of its rank, or its share of it."""
+        """Return a part's bytes besides `room`: its rank's limit, or a share of it if the rank has several parts."""
         schedule = self.schedule
         if schedule.virtual_stages == 1:
             return self.limits[number] + more
@@ -276,7 +276,7 @@ class DividedLimits:
         return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
 
     def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
-        """Build part `number`, with all memory outside its microbatches; stored whole unless `sequence` is given."""
+        """Build part `number`, with fixed and other bytes; it stores everything unless `sequence` is given."""
         part, flying = part_of(chain, begin, end), self.flying[number]
         planned = with_weights_put_off(part) if flying.split else part
         return Part(

@@ -2,8 +2,8 @@
 
 The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13): GPipe (Huang et al., 2019), 1F1B
 (Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021), interleaved 1F1B (arXiv 2104.04473), and
-ScheduleInterleavedZeroBubble with one part on each rank, the ZB-H1 of Qi et al. (arXiv 2401.10241); in
-"zero-bubble-whole", nothing is kept for a second backward. Rank r of P has the parts r, r + P, r + 2P, … of the chain.
+ScheduleInterleavedZeroBubble with one part on each rank, the ZB-H1 of Qi et al. (arXiv 2401.10241), which splits
+backwards; "zero-bubble-whole" does not. Rank r of P has the parts r, r + P, r + 2P, … of the chain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import InvalidValueError, check_count, check_type
 
-# Forward, the whole backward, the backward for the inputs only, and the one for the weights: torch's letters.
+# Forward, whole backward, backward for the inputs only, backward for the weights only: torch's letters.
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -36,8 +36,8 @@ class Action:
 class Schedule:
     """A schedule by its name in `SCHEDULES`, for `ranks` with `virtual_stages` parts each, and `microbatches`.
 
-    Raises ValueError for an unknown name, for numbers < 1, for several parts on a rank in a schedule that has one, and
-    for microbatches that cannot be divided into the equal rounds of a schedule.
+    Raises ValueError for an unknown name, for numbers < 1, for several parts on a rank unless the schedule is
+    interleaved, and for a number of microbatches that does not divide into the schedule's equal rounds.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Schedule:
     def __post_init__(self) -> None:
         check_type(self.name, str, "schedule", f"use one of {', '.join(SCHEDULES)}")
         if self.name not in SCHEDULES:
-            message = f"there is no schedule {self.name!r}; there are {', '.join(SCHEDULES)}"
+            message = f"schedule must be one of {', '.join(SCHEDULES)}, got {self.name!r}"
             raise InvalidValueError(message, kind="unknown_value", name="schedule")
         for field in ("ranks", "microbatches", "virtual_stages"):
             check_count(getattr(self, field), field)
@@ -70,7 +70,7 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
-        """How often a rank turns to each of its parts in an interleaved schedule."""
+        """Number of rounds of an interleaved schedule, in each of which a rank runs all of its parts."""
         return max(1, self.microbatches // self.ranks)
 
     def rank_of(self, part: int) -> int:
@@ -83,7 +83,7 @@ class Schedule:
 
 
 def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
-    """Rank r runs P - r forwards ahead, and from then on a backward before each forward."""
+    """Return the actions of 1F1B: rank r first runs P - r forwards, then a backward before each further forward."""
     ahead = min(schedule.microbatches, schedule.ranks - rank)
     actions = [Action("F", rank, each) for each in range(ahead)]
     for each in range(schedule.microbatches):
@@ -94,9 +94,9 @@ def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
 
 
 def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = None) -> list[Action]:
-    """torch's `_get_1f1b_rank_ops`: forwards ahead (`_get_warmup_ops`), then a forward and a backward in turns.
+    """Return the actions of torch's `_get_1f1b_rank_ops`: warmup forwards, then a forward and a backward in turns.
 
-    With `put_off`, backwards are for the inputs only, and those for the weights follow that many microbatches later.
+    With `put_off`, these backwards are for the inputs only; backwards for the weights follow that many later.
     """
     parts, ranks = schedule.virtual_stages, schedule.ranks
     each_round = schedule.microbatches // schedule.rounds
@@ -125,7 +125,7 @@ def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = N
 
 
 _WHOLE: tuple[Kind, ...] = ("F", "B")
-# All schedules by name: the order of a rank
+# All schedules by name, as functions that return a rank's actions in order
 SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
     "gpipe": lambda schedule, rank: [Action(kind, rank, n) for kind in _WHOLE for n in range(schedule.microbatches)],
     "1f1b": _one_forward_one_backward,
@@ -138,15 +138,15 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The most microbatches at once of one part of the chain, in a schedule."""
+    """The most microbatches of one part that are in flight at once in a schedule."""
 
-    forwards: int  # Had their forward and not their backward, or are in progress
-    weights: int = 0  # Wait for the backward for the weights
-    split: bool = False  # Whether backwards for the inputs and for the weights are apart
+    forwards: int  # Microbatches from the begin of their forward to the end of their backward
+    weights: int = 0  # Microbatches that wait for the backward for the weights
+    split: bool = False  # Whether the backwards for the inputs and for the weights are separate
 
 
 def in_flight(schedule: Schedule) -> list[InFlight]:
-    """Return the microbatches in flight for every part of the chain, counted in the order of actions itself."""
+    """Return the microbatches in flight for every part of the chain, counted along each rank's order of actions."""
     found = [InFlight(1)] * schedule.parts
     for rank in range(schedule.ranks):
         forwards: Counter[int] = Counter()
@@ -166,24 +166,24 @@ def in_flight(schedule: Schedule) -> list[InFlight]:
 
 
 def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight) -> int:
-    """Bytes for part `number` beyond those of `flying` microbatches, from the beginning of a step to its end.
+    """Return the bytes of torch's communication buffers for part `number`, beyond the microbatches in flight.
 
     For every microbatch, torch's `PipelineStage` has a receive buffer for the input (`args_recv_info`; the first part
     has the inputs themselves), and one for the output's gradient (`grad_recv_info`). The last part keeps all outputs
     (`output_chunks`), and computes the loss right after each forward, which keeps at most the loss's scratch memory.
     Sent outputs and gradients of inputs are held until the schedule waits for them: one tensor at a time in 1f1b,
-    gradients to the end of all backwards in gpipe, everything to the end of the step in the others.
+    gradients to the end of all backwards in gpipe, everything to the end of the step in other schedules.
     """
     count = schedule.microbatches
-    others = count - flying.forwards  # the chain's simulation has the inputs and outputs of those in flight
+    others = count - flying.forwards  # the chain's simulation counts inputs and outputs of microbatches in flight
     incoming, outgoing = part.input_bytes, part.activation[-1]
     # Sent gradients of inputs that are in memory at the peak. In gpipe, each replaces a finished microbatch, which held
-    # an output at least.
+    # at least an output.
     held = {"1f1b": incoming, "gpipe": incoming + (count - 1) * max(0, incoming - outgoing)}
     gradients = 0 if number == 0 else held.get(schedule.name, incoming * count)
     if number == schedule.parts - 1:
         return others * (incoming + outgoing) + gradients + (flying.forwards - 1) * part.loss_temp
     sent = {"gpipe": 0, "1f1b": outgoing}.get(schedule.name, others * outgoing)
-    # The simulation also makes a gradient of the output, which is in its buffer here. It stands for the output, which
-    # is held throughout the backward: stages are measured with no holder of their output.
+    # The simulation also counts the gradient of the output, which is in a receive buffer. That count stands for the
+    # output: the rank holds it throughout the backward, but stages are measured with no holder of their output.
     return others * incoming + count * outgoing + gradients + sent
