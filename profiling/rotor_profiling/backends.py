@@ -1,6 +1,6 @@
-"""Select where memory and time are read from, for all measurements.
+"""Select the instruments (memory meter, stopwatch) of all measurements.
 
-Devices present, CPU or CUDA, are measured. For an absent device, `using` installs a `Prediction`; the same code then
+A present device, CPU or CUDA, is measured. For an absent device, `using` installs a `Prediction`; the same code then
 runs on fake tensors.
 """
 
@@ -24,10 +24,10 @@ from rotor_solver.described_error import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class Storages:
-    """Keys of storages, and their bytes: the device's allocator rounds up to a multiple of `block`."""
+    """Keys and bytes of a device's storages; its allocator rounds sizes up to a multiple of `block`."""
 
     block: int
-    fake: bool = False  # Fake storages have no address; their key is the C++ object's
+    fake: bool = False  # A fake storage has no data address: its key is the address of its C++ object
 
     def key(self, storage: torch.UntypedStorage) -> int:
         """Return a number that is unique among live storages."""
@@ -39,7 +39,7 @@ class Storages:
 
 
 class Prediction(Protocol):
-    """Instruments for an absent device, and its properties in bytes, implemented by `PredictedDevice`."""
+    """Instruments and properties of an absent device, implemented by `PredictedDevice`."""
 
     @property
     def storages(self) -> Storages: ...
@@ -75,7 +75,7 @@ _STORAGES = {"cpu": Storages(1), "cuda": Storages(512)}
 
 @cache
 def _wake_engine(device: torch.device) -> None:
-    # In the engine's thread for `device`: without a context, cuBLAS warns if a matrix product comes first.
+    # Creates the CUDA context in the engine's thread for `device`: without it, cuBLAS warns at a first matrix product.
     with torch.enable_grad():
         scalar = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(scalar.exp(), scalar)
@@ -86,7 +86,7 @@ _prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.predict
 
 @contextmanager
 def using(prediction: Prediction) -> Iterator[None]:
-    """Predict all measurements for another device inside this context, in this thread."""
+    """Inside this context and thread, predict all measurements for the device of `prediction`."""
     before = _prediction.set(prediction)
     try:
         yield
@@ -124,21 +124,21 @@ def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
 
 
 def storages_of(kind: str) -> Storages:
-    """Return the storage counter of a device type; for an unknown type, that of the CPU."""
+    """Return the `Storages` of a device type; an unknown type has those of the CPU."""
     if (predicted := prediction()) is not None:
         return predicted.storages
     return _STORAGES.get(kind, _STORAGES["cpu"])
 
 
 def operators() -> AbstractContextManager[object]:
-    """Return a context that runs the operators that the device chooses, even if it is absent."""
+    """Return a context in which an absent device's operators replace those of the CPU, such as attention kernels."""
     predicted = prediction()
     return nullcontext() if predicted is None else predicted.operators()
 
 
 @contextmanager
 def operators_as_called() -> Iterator[None]:
-    """Suspend the substitution of operators for an absent device, which TorchDynamo would trace."""
+    """Suspend the context `operators`, whose substitution TorchDynamo would trace."""
     if prediction() is None:
         yield
         return
@@ -150,21 +150,21 @@ def operators_as_called() -> Iterator[None]:
             push_function_mode(mode)
 
 
-# Workspaces that libraries allocate on a CUDA device at first use and keep: allocated before planning a step.
+# Libraries allocate workspaces on a CUDA device at first use and keep them: allocate them before planning a step.
 
 
 def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
     """Allocate the persistent workspaces of matrix products, if `model` has any, for forwards and backwards.
 
     PyTorch allocates the workspaces of cuBLAS and cuBLASLt at each thread's first use (`getCurrentCUDABlasHandle` and
-    `getCUDABlasLtWorkspace` in aten/src/ATen/cuda), also in the engine's thread: on an H200 with torch 2.11, plans
-    lacked 1 MiB. With cached measurements, no backward has run before planning.
+    `getCUDABlasLtWorkspace` in aten/src/ATen/cuda), also in the engine's thread. With cached measurements, no backward
+    runs before planning, so that plans missed these bytes: 1 MiB on an H200 with torch 2.11.
     """
     if device.type == "cuda" and prediction() is None and any(each.dim() == 2 for each in model.parameters()):
         _allocate(device, torch.cuda.current_stream(device).cuda_stream)
 
 
-@cache  # once per stream, like workspaces
+@cache  # PyTorch has one workspace per stream
 def _allocate(device: torch.device, stream: int) -> None:
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         scalar = torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)

@@ -3,8 +3,8 @@
 Also covers two cases that a dispatch mode does not see:
 
 * Resized storages. FSDP frees whole parameters by emptying their storage, and resizes it to gather them again.
-* Gradient sums that the engine computes in place: it adds to the first gradient of a tensor if it is the only holder
-  (`accumulate` in torch/csrc/autograd/input_buffer.cpp), but makes a new tensor under a dispatch mode.
+* Sums of gradients that the engine computes in place if it is the only holder of the first one (`accumulate` in
+  torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode, it makes a new tensor instead.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from rotor_profiling.torch_compat import TorchDispatchMode, engine_run_backward
 
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = engine_run_backward.__code__
-# Files of frames between dispatch modes, which keep TorchDynamo out or call the next mode.
+# Files of stack frames between dispatch modes, which disable TorchDynamo or call the next mode.
 _BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_ops.py")
 
 
 class AddedGradients:
-    """Detect the sums that the engine would make in place, if only the engine holds the first summand.
+    """Detect the sums of gradients that the engine would make in place, if only it holds the first summand.
 
-    One false positive: to gradients retained from an earlier backward (`retain_grad`), the engine adds out of place.
+    One false positive: the engine adds out of place to gradients retained from an earlier backward (`retain_grad`).
     """
 
     def __init__(self) -> None:
-        # key of the last node that ran; not the node itself, which would hold its references
+        # Key of the last node that ran; not the node itself, which would keep its tensors alive
         self._node: tuple[str, int] | None = None
-        # ids of tensors made since that node began: intermediates of a formula, not waiting gradients
+        # ids of tensors made since that node began: intermediates of its formula, not gradients that wait for a sum
         self._made: set[int] = set()
 
     def first_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the gradient that the engine is about to add another to; None for any other operator call."""
+        """Return the gradient to which the engine is about to add another one; None for any other operator call."""
         node = torch_compat.current_autograd_node()
         called = None if node is None else (node.name(), node._sequence_nr())
         if called != self._node:
@@ -68,7 +68,7 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _called_by_engine(frame: FrameType | None) -> bool:
-    """Whether only dispatch modes are between the engine and the operator call."""
+    """Return whether the engine called the operator, with only dispatch modes in between."""
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__"
         or any(each in frame.f_code.co_filename.replace("\\", "/") for each in _BETWEEN)
@@ -82,11 +82,11 @@ class FollowedStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        # handle of a storage, which may be reused, to the number of its present owner
+        # By handle of a storage (reused after its release), the number of the present storage
         self._followed: dict[int, int] = {}
         self._count = 0
         self._added = AddedGradients()
-        # handle of a gradient that was added to, and the sum, until the owner of the memory is known
+        # Handle of a first summand, and the sum's storage, until it is known whether the sum would be in place
         self._sum: tuple[int, torch.UntypedStorage] | None = None
 
     def taken(self, number: int, size: int) -> None:
@@ -107,7 +107,7 @@ class FollowedStorages(TorchDispatchMode):
         if handle in self._followed or not storage.nbytes():
             return
         self._take(handle, storage.nbytes())
-        # A mode sees creation, not release.
+        # A dispatch mode sees creations, but not releases.
         weakref.finalize(storage, self._end, handle).atexit = False
 
     def forget(self) -> None:
@@ -116,13 +116,13 @@ class FollowedStorages(TorchDispatchMode):
         self._followed.clear()
 
     def settle(self) -> None:
-        """Count a gradient sum as new memory if its first summand still lives: someone else holds that."""
+        """Count a gradient sum as new memory if its first summand is still alive: not only the engine holds it."""
         if self._sum is not None:
             (_, storage), self._sum = self._sum, None
             self.follow(storage)
 
     def __enter__(self) -> FollowedStorages:
-        # No mode sees the resizing by which FSDP2 frees gathered parameters and gathers them again.
+        # No dispatch mode sees the resizing by which FSDP2 frees gathered parameters and gathers them again.
         before = self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:
@@ -141,7 +141,7 @@ class FollowedStorages(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Run a model captured by TorchDynamo as captured while it is followed."""
+        """Let TorchDynamo's captured code run as it is under this mode."""
         return True
 
     def __torch_dispatch__(
@@ -150,14 +150,14 @@ class FollowedStorages(TorchDispatchMode):
         kwargs = kwargs or {}
         self.settle()
         first = self._added.first_of(func, args, kwargs)
-        # Of a DTensor, the local part. Inside its own operator, which infers shapes of global size, the mode is off.
+        # Storages of local parts: the mode is off inside a DTensor's operator, which infers shapes at global size.
         given = {local(tensor).untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         out = func(*args, **kwargs)
         made = tensors_in(out)
         self._added.made(made)
         for tensor in made:
             storage = local(tensor).untyped_storage()
-            # An operator that returns its argument or a view of it makes nothing.
+            # An operator that returns its argument, or a view of it, makes no new storage.
             if storage._cdata not in given and self.follows(tensor):
                 if first is None:
                     self.follow(storage)
@@ -167,8 +167,8 @@ class FollowedStorages(TorchDispatchMode):
         return out
 
     def _await(self, first: torch.UntypedStorage, total: torch.UntypedStorage) -> None:
-        """Let `total` take over the memory of the `first` summand, if that is released before the next operator."""
-        if first._cdata not in self._followed:  # else its finalizer exists already
+        """Let the sum `total` take over the memory of its `first` summand, if released before the next operator."""
+        if first._cdata not in self._followed:  # a followed storage already has a finalizer
             weakref.finalize(first, self._end, first._cdata).atexit = False
         self._sum = first._cdata, total
 
@@ -179,7 +179,7 @@ class FollowedStorages(TorchDispatchMode):
             self.follow(storage)
             return
         self.freed(self._followed[handle])
-        self._take(handle, storage.nbytes())  # its finalizer exists already
+        self._take(handle, storage.nbytes())  # a followed storage already has a finalizer
 
     def _take(self, handle: int, size: int) -> None:
         self._count += 1
@@ -197,19 +197,19 @@ class FollowedStorages(TorchDispatchMode):
             self.freed(number)
 
 
-# Returns the temporary bytes of an operator's kernel, from (operator, arguments, keywords, result)
+# Returns the temporary bytes of an operator's kernel, given (operator, arguments, keyword arguments, result)
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 
 
 def no_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return 0: nothing is known of the kernel."""
+    """Return 0, as if kernels needed no temporary memory."""
     return 0
 
 
 class LiveBytes(FollowedStorages):
-    """Count the bytes of storages on devices of `kinds` that are created while the mode is active.
+    """Count the bytes of storages that are created on devices of types `kinds` while the mode is active.
 
-    Sizes are those that the allocator of `kind` would count; `scratch` gives the temporary bytes of kernels.
+    Counts sizes as the allocator of the device type `kind` would; `scratch` returns the temporary bytes of kernels.
     """
 
     def __init__(self, kinds: set[str], kind: str, scratch: OperatorBytes = no_scratch) -> None:

@@ -19,12 +19,12 @@ from rotor_solver.described_error import DescribedError
 
 
 class UnusableLossError(DescribedError, ValueError):
-    """A loss that cannot be trained with."""
+    """The loss function takes other arguments, or does not return a single number with a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """`temp_bytes` are held while the loss runs; its value and first gradient, `kept_bytes`, to the step's end."""
+    """Cost of a loss. `temp_bytes` are in memory while it runs, `kept_bytes` (value, first gradient) until step end."""
 
     seconds: float
     temp_bytes: int
@@ -32,7 +32,7 @@ class LossCost:
 
 
 def has_loss(output: Any) -> bool:
-    """Whether a model that returns `output` computes a loss: a scalar that needs a gradient."""
+    """Return whether the model's `output` contains a loss: a scalar that requires a gradient."""
     return any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors_in(output))
 
 
@@ -41,7 +41,7 @@ def measure_loss(
 ) -> LossCost:
     """Measure `loss` on `output`, whose tensors that need a gradient have `requires_grad` set.
 
-    Raises UnusableLossError if the loss is not a single number with a gradient, or takes other arguments.
+    Raises UnusableLossError if the loss is not a single number with a gradient, or does not take one argument.
     """
     _refuse_other_arguments(loss)
     state = RandomState.now((device,))
@@ -54,11 +54,11 @@ def measure_loss(
                 value = loss(leaf)
                 value.backward()
                 wait_for(gradients_at(leaf))
-                # In training, `backward` holds its first gradient until all stages are done. Here it is gone when the
-                # call returns, so it is measured separately.
+                # In training, `backward` holds its first gradient (ones) until all stages are done. Here `backward` has
+                # already released it, so its size is measured separately.
                 meter.mark("start of a backward")
                 first_gradient = torch.ones_like(value)
-                meter.mark("end")  # so that releasing them below counts in no phase
+                meter.mark("end")  # so that the releases in the next line count in no measured phase
                 del value, leaf, first_gradient
 
             def run() -> None:
@@ -85,7 +85,7 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
     except TypeError as error:
         name = getattr(loss, "__name__", type(loss).__name__)
         message = (
-            f"pass a function of the output, such as lambda output: criterion(output, target), not {name}: {error}"
+            f"loss must be a function of the output, like lambda output: criterion(output, target), got {name}: {error}"
         )
         raise UnusableLossError(message, kind="loss_signature", name=name) from None
     except ValueError:  # some C functions have no signature
@@ -95,7 +95,7 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
 def _check(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        message = f"the loss has to be a tensor with a single number, not {found}; reduce it with mean() or sum()"
+        message = f"the loss must be a tensor with a single number, got {found}; reduce it with mean() or sum()"
         raise UnusableLossError(message, kind="loss_not_a_number")
     if not value.requires_grad:
         message = "the loss does not depend on the model's output, so there is nothing to train"

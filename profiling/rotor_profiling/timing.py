@@ -11,18 +11,18 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# Guesses. With fewer runs, times vary from plan to plan; with more, measuring takes minutes.
+# Repetitions of a timed run. Guesses: with fewer, times vary from plan to plan; with more, measuring takes minutes.
 FEWEST_RUNS = 3
 MOST_RUNS = 7
 ENOUGH_SECONDS = 0.02
 
 
 class Stopwatch(Protocol):
-    """Times the laps of one run: from `start` on, each up to a call of `lap`."""
+    """Times the laps of one run. The first lap begins at `start`; each call of `lap` ends one and begins the next."""
 
     @property
     def exact(self) -> bool:
-        """Whether every run shows the same, so that one suffices."""
+        """Whether every run gives the same seconds, so that one run suffices."""
 
     def start(self) -> None: ...
 
@@ -36,8 +36,8 @@ class Stopwatch(Protocol):
 def cpu_stopwatch() -> Iterator[Stopwatch]:
     """Make a stopwatch for this thread's work on the CPU.
 
-    It leaves out the time for which the thread was runnable but not running. Linux counts it: the second number in
-    `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds. Other systems do not.
+    On Linux, it leaves out the time for which the thread was runnable but not running: the second number in `schedstat`
+    (Documentation/scheduler/sched-stats.rst), in nanoseconds. Other systems do not report that time.
     """
     try:
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -51,9 +51,9 @@ def cpu_stopwatch() -> Iterator[Stopwatch]:
 
 
 def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[], None] | None = None) -> float:
-    """Return the seconds of `run`, repeated often enough; calls of `before` do not count."""
+    """Return the lower quartile of the seconds of several calls of `run`; calls of `before` do not count."""
     measured: list[float] = []
-    # Processes must run equally often, but their clocks differ. Equal bounds keep clocks out of the decision.
+    # Several processes must call `run` equally often, but measure different seconds: fix the number of calls for them.
     most = FEWEST_RUNS if several_processes() else MOST_RUNS
     while len(measured) < FEWEST_RUNS or (sum(measured) < ENOUGH_SECONDS and len(measured) < most):
         if before is not None:
@@ -68,18 +68,18 @@ def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[],
 
 
 def lower_quartile(samples: list[float]) -> float:
-    """Return the lower quartile of the `samples`: disturbances only make a run longer."""
+    """Return the lower quartile of the `samples`, as disturbances only make a run longer."""
     return _quantile(samples, 0.25)
 
 
 def spread(samples: list[float]) -> float:
-    """Return the interquartile range of the `samples` over their median; 0 for a single one."""
+    """Return the interquartile range of the `samples`, divided by their median; 0 for a single sample."""
     middle = _quantile(samples, 0.5)
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / middle if middle else 0.0
 
 
 def several_processes() -> bool:
-    """Whether this process is one of several, which may have to run equally often since collectives wait for all."""
+    """Return whether there are other processes: all may have to run equally often, as collectives wait for all."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -105,7 +105,7 @@ class _CpuStopwatch:
         self._times.append(self._now())
 
     def _now(self) -> float:
-        # Reads both clocks until no wait comes in between, by which a lap would be too short or too long.
+        # Read both clocks until the thread did not wait in between, since such a wait would falsify a lap.
         waited = self._waited()
         while True:
             now = time.perf_counter()
@@ -114,12 +114,12 @@ class _CpuStopwatch:
             waited = after
 
     def stop(self) -> list[float]:
-        # One clock counts in nanoseconds, and the other may not: an empty lap may come out negative.
+        # The two clocks may have different resolutions, so that an empty lap might be negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
 
 
 class CudaStopwatch:
-    """Times CUDA events, not the host's clock: kernels run long after their launch returns."""
+    """Stopwatch of CUDA events. The host's clock does not help: a kernel's launch returns before the kernel ends."""
 
     exact = False
 
@@ -127,7 +127,7 @@ class CudaStopwatch:
         self._device, self._events = device, list[torch.cuda.Event]()
 
     def start(self) -> None:
-        torch.cuda.synchronize(self._device)  # else the first lap would wait for earlier work
+        torch.cuda.synchronize(self._device)  # else the first lap would include earlier work
         self._events = []
         self.lap()
 

@@ -1,6 +1,6 @@
 """Measure the bytes of one stage in every storage mode, by running it exactly as in training.
 
-A phase begins at each mark. The phase "between" does not count: frees, and allocations of measuring itself.
+A phase begins at each mark. The phase "between", of frees and of allocations by measuring itself, does not count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rotor_profiling.storage import (
 from rotor_profiling.timing import Stopwatch, several_processes
 from rotor_profiling.torch_compat import storage_use_count
 
-# Minimum share of the saved bytes that a mode must spare: its cost in time is known only up to clock noise
+# A slower storage mode must save at least this share less bytes: its cost in time is known only up to clock noise
 LEAST_SHARE = 0.05
 
 
@@ -58,14 +58,14 @@ class StageBytes:
     replay_temp_bytes: int
     input_released_bytes: int
     output_released_bytes: int
-    # Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view
+    # Bytes of the storage of each input tensor's gradient; more than the gradient's own bytes if it is a view
     gradient_storage_bytes: tuple[int, ...] = ()
-    # Indices of parameters whose gradients are views, as of linear layers: the engine cannot add to them in place
+    # Indices of parameters whose gradients are views, as in linear layers: the engine cannot add to them in place
     view_gradients: tuple[int, ...] = ()
-    droppable_bytes: int = 0  # Bytes of silent outputs that are freed where the caller drops them before the backward
-    held_backward_bytes: int = 0  # Bytes that the backward takes more where the caller holds them
-    # Bytes of tensors that a forward leaves in attributes, beyond the backward. Not in `saved_bytes`, where they are
-    # apart from the output.
+    droppable_bytes: int = 0  # Bytes freed if the caller drops the silent outputs before the backward
+    held_backward_bytes: int = 0  # Bytes that the backward takes more if the caller holds the silent outputs
+    # Bytes of tensors that a forward leaves in attributes even after the backward. `saved_bytes` excludes them, unless
+    # they share storages with the output.
     left_bytes: int = 0
 
 
@@ -76,7 +76,7 @@ class StageCost(StageBytes):
     forward_seconds: float
     nograd_seconds: float
     backward_seconds: float
-    # Seconds that a forward saves by skipping its output right before its backward, less the cost of its own graph
+    # Seconds that a forward right before its backward saves by skipping its output, less the cost of its own graph
     skipped_output_seconds: float = 0.0
 
     @classmethod
@@ -85,30 +85,30 @@ class StageCost(StageBytes):
 
 
 def clearly_less(saved: int, than: int) -> bool:
-    """Whether a mode saves enough less than a faster one to be worth planning with."""
+    """Return whether a mode keeps so many bytes less than a faster mode that it is worth planning with."""
     return saved <= (1 - LEAST_SHARE) * than and saved < than
 
 
 def measure_ways(
     runners: Sequence[Runner], value: Any, context: StageContext, watch: Stopwatch | None = None
 ) -> tuple[tuple[StageBytes, ...], StageRun | None]:
-    """Measure the bytes of one stage in each of its `runners`' storage modes. Nothing of the model changes.
+    """Measure the bytes of one stage in each of its `runners`' storage modes, without changing the model.
 
     The stage must have run before: libraries choose algorithms and allocate persistent memory in its first run. With a
     `watch`, also returns the seconds of these runs, since a meter takes hardly any time. The first of the `runners`
     stores the stage whole. Raises ValueError for a device type whose memory cannot be measured.
     """
-    # With several processes on the CPU, the profiler may miss frees (Rule 5 of `step.py`): the least result is closest.
+    # With several processes on the CPU, the profiler may miss frees (Rule 5 of `step.py`), so the least result is best.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
             rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
-        # Held when a recomputed stage's first parameter is stepped, without its input's gradient: its node makes the
-        # gradients of all parameters before it hands on the first.
+        # Bytes in memory when a recomputed stage's first parameter is stepped, without the input's gradient: its node
+        # computes the gradients of all parameters before it passes on the first.
         steps = [nbytes for nbytes in context.stepped if nbytes is not None]
         after_replay = bytes_like(parameters) + max(steps) if steps else 0
     ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
-    # The solver adds activation and saved bytes itself; both are gone when the first parameter is stepped.
+    # The solver adds activation and saved bytes, although both are freed before the first parameter is stepped.
     needs = (after_replay - each.activation_bytes - each.saved_bytes for each in ways)
     if after_replay:
         ways = tuple(
@@ -145,7 +145,7 @@ def _measure_once(
                 _run_in_graph(runner, value, parameters, replace(context, silent_held=True), other, None)
             held = max(0, _backward_peak(other.phases) - _backward_peak(meter.phases))
         shown.append((meter.phases, held, *found))
-    # Last, so that this output is not held while modes are measured.
+    # This runs last, so that its output is not in memory while the modes are measured.
     with memory_meter(context.device) as meter:
         meter.mark("again")
         with torch.no_grad():
@@ -156,8 +156,8 @@ def _measure_once(
     silent = storages(tensors[position] for position in context.silent)
     activation = storage_bytes(tensors, [*context.owned, *carried, *silent])
     carried_bytes = sum(size for address, size in carried.items() if address not in context.owned)
-    elsewhere = {*context.owned, *carried, *storages(tensors_in(value))}
-    silent_bytes = sum(size for address, size in silent.items() if address not in elsewhere)
+    counted = {*context.owned, *carried, *storages(tensors_in(value))}
+    silent_bytes = sum(size for address, size in silent.items() if address not in counted)
     nograd_temp = max(0, max(rise, meter.phases["again"].rise) - activation)
     apart = carried_bytes + saved_left
     ways = tuple(_bytes_of(*each, activation, apart, silent_bytes, nograd_temp, context) for each in shown)
@@ -182,15 +182,15 @@ def _bytes_of(
     nograd_temp: int,
     context: StageContext,
 ) -> StageBytes:
-    """Combine the phases of a mode's runs in training's graph and in its own; the larger number serves both."""
-    forward, attach, release = phases["forward"], phases["attach"], phases["letting go"]
-    # After the forward: an output that the stage's own backward does not need may be gone.
+    """Combine the phases of a mode's runs in training's graph and in its own graph; the larger bytes cover both."""
+    forward, attach, release = phases["forward"], phases["attach"], phases["release output"]
+    # Bytes from the end of the forward on: an output that the stage's own backward does not need may be freed then.
     training = _backward_peak(phases) or forward.end
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
-    # Silent outputs are saved as far as the graph keeps them.
+    # Silent outputs count as saved only if the graph keeps them.
     dropped = min(silent_bytes, max(0, -phases["dropping"].kept)) if "dropping" in phases else silent_bytes
     saved = max(0, max(forward.kept, attach.kept) - apart - dropped)
-    # The gradients of output and input, of the same sizes, which the solver adds.
+    # The solver adds the gradients of output and input, which have the same sizes as these.
     both = activation + context.input_bytes
     return StageBytes(
         activation_bytes=activation,
@@ -238,8 +238,8 @@ def _run_in_graph(
     "backward".
     """
     entered = enter_graph(torch.empty(0, requires_grad=True), value)
-    torch.clear_autocast_cache()  # else weights cast by an earlier run would not count
-    before = left_tensors(runner.function)  # in training, the stage's saved bytes include those that replace them
+    torch.clear_autocast_cache()  # else casts of weights cached by an earlier run would not count
+    before = left_tensors(runner.function)  # held, so that the tensors that replace them count as new memory
 
     def begin_backward(_: list[torch.Tensor]) -> None:
         meter.mark("backward")
@@ -257,7 +257,7 @@ def _run_in_graph(
     source = scalar_after(output, context.silent, context.arriving, made=begin_backward)
     del entered
     if not context.output_held:
-        output = None  # in training, only graphs hold it by then
+        output = None  # in training, only graphs hold the output during the backward
     elif not (context.silent_held or {*context.carried}.issuperset(context.silent)):
         meter.mark("dropping")
         output = [tensor for position, tensor in enumerate(tensors_in(output)) if position not in context.silent]
@@ -271,7 +271,7 @@ def _run_in_graph(
         del one
     meter.mark("between")
     _forget(parameters)
-    # The second lap makes the gradients of the output.
+    # Laps: the forward, making the output's gradients, the backward.
     seconds = [0.0] if watch is None else watch.stop()
     return seconds[0], seconds[2] if len(seconds) > 1 else 0.0
 
@@ -279,12 +279,11 @@ def _run_in_graph(
 def _run_with_own_graph(
     runner: Runner, value: Any, context: StageContext, meter: MemoryMeter, surroundings: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, the indices of
-    parameters' gradients that are views, and bytes freed.
+    """Run with a graph of its own, as in a recomputation. Phases: "attach", "gradient", "release output", "replay".
 
-    Phases: "attach"; "gradient", which makes the output's; "letting go" of the output; and "replay". The gradients'
-    bytes count their storages. Freed: bytes of the input, and of the input with the output, to whose storages only
-    holders outside the graph refer.
+    Returns storage bytes of each input tensor's gradient, indices of parameters whose gradients are views, and two
+    numbers of bytes of the input: those to whose storages the graph with its output does not refer, and those that it
+    does not refer to once the output is released.
     """
     # Storages in `value` that the chain does not count as input.
     owned = frozenset(() if storage_bytes(tensors_in(value)) == context.input_bytes else context.owned)
@@ -292,15 +291,15 @@ def _run_with_own_graph(
     sizes = [allocated(each.numel() * each.element_size(), each.device.type) for each in tensors]
     before = _uses(tensors)
     given = leaves_of(value)
-    torch.clear_autocast_cache()  # as above
+    torch.clear_autocast_cache()  # as in `_run_in_graph`
     meter.mark("attach")
     attached, output = runner.attach(given, surroundings)
     meter.mark("gradient")
     gradients = gradients_for(output, context.silent, context.arriving)
     del given
     with_output = _uses(tensors)
-    meter.mark("letting go")
-    del output  # `saved` counts the output, so the replay's temporary bytes count from when it was still held
+    meter.mark("release output")
+    del output  # `saved` includes the output, so temporary bytes of the replay count from before its release
     without_output = _uses(tensors)
     meter.mark("replay")
     kept = attached.backward(gradients)
@@ -315,7 +314,7 @@ def _run_with_own_graph(
             input_freed += size
         elif second == alone:
             output_freed += size
-    # Views of larger storages are not comparable with the chain's input, so nothing is promised.
+    # If inputs are views of larger storages, their bytes differ from the chain's input bytes: report none as freed.
     return gradient_bytes, views, input_freed if sum(sizes) == context.input_bytes else 0, output_freed
 
 
@@ -329,7 +328,7 @@ def _forget(parameters: list[torch.Tensor]) -> None:
 
 
 def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> AbstractContextManager[None]:
-    """Take the memory of steps of `parameters`, each as soon as its gradient is complete, and free the gradient."""
+    """Allocate each parameter's step memory (`stepped`) as soon as its gradient is complete, then free the gradient."""
     pairs = zip(parameters, stepped or [None] * len(parameters), strict=True)
     return hooked([(each, partial(_stand_in, nbytes)) for each, nbytes in pairs if nbytes is not None])
 
@@ -351,7 +350,7 @@ def stage_layouts(
 ) -> tuple[Layouts, Any]:
     """Return the gradient layouts that a stage's backward gives to its input `value`, and the output.
 
-    The output is detached, with its `requires_grad`. Nothing of the model changes. `before_backward` is called with the
+    The output is detached, but keeps `requires_grad`. The model does not change. `before_backward` is called with the
     input, the output in the graph, and the parameters. `watch` wraps the forward to observe it.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
@@ -376,19 +375,19 @@ def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch
 
 def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Layouts:
     tensors = tensors_in(leaf)
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    if not outputs or not wanted:  # torch.autograd.grad refuses both
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    if not outputs or not trained:  # torch.autograd.grad raises in both cases
         return (None,) * len(tensors)
-    # Not `backward`: a leaf that keeps its gradient copies it into its own layout.
-    found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+    # Not by `backward`, which copies a leaf's gradient into the layout of the leaf.
+    found = iter(torch.autograd.grad(outputs, trained, gradients, allow_unused=True))
     made = [next(found) if tensor.requires_grad else None for tensor in tensors]
-    # PyTorch holds a collective's memory until someone waits for it, and no one else does.
+    # PyTorch holds the memory of a collective until a wait, and no other code waits for these.
     wait_for([gradient for gradient in made if gradient is not None])
     return tuple(map(_strides, tensors, made))
 
 
 def _strides(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Strides | None:
-    # If distributed unlike the tensor, its local part has another shape and strides.
+    # The local part of a gradient that is distributed unlike its tensor has another shape and other strides.
     if gradient is None or layout_of(gradient) != layout_of(tensor):
         return None
     return local(gradient).stride()

@@ -1,7 +1,7 @@
-"""Inputs of measuring a stage as in training: its runner, its position in a chain, and its gradients.
+"""Inputs of measuring a stage as in training: its runner, its position in a chain, and its output's gradients.
 
-A gradient has the layout that the next stage's backward makes: recurrent layers with `batch_first` return a transposed
-view, and copy the gradient that a linear layer after them gives.
+Such a gradient has the layout that the next stage's backward makes, since layouts cost time and memory: recurrent
+layers with `batch_first` return a transposed view, and copy the contiguous gradient that a linear layer gives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_profiling.value_tree import tree_map_only
 
 Strides = tuple[int, ...]
-# Strides of each tensor's gradient in a value, in order; None if like the tensor's own. For a `DTensor`, the strides of
-# the local part. Missing entries at the end count as None.
+# Strides of the gradients of a value's tensors, in order; None if equal to the tensor's strides. For a `DTensor`, the
+# strides of the local part. Missing entries at the end count as None.
 Layouts = tuple[Strides | None, ...]
 _Maker = Callable[[], torch.Tensor]
 
@@ -32,12 +32,12 @@ def leaves_of(value: Any) -> Any:
 
 
 def gradients_at(value: Any) -> list[torch.Tensor]:
-    """Return the gradients that a backward has brought to the leaves in `value`, possibly results of collectives."""
+    """Return the gradients that a backward has stored in the leaves of `value`, possibly results of collectives."""
     return [tensor.grad for tensor in tensors_in(value) if tensor.grad is not None]
 
 
 def gradients_for(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()) -> list[torch.Tensor | None]:
-    """Make gradients of ones in these `layouts`; None for tensors that need none, and at the indices `silent`."""
+    """Return gradients of ones in these `layouts`; None if a tensor needs no gradient, and at indices `silent`."""
     return [make() if make else None for make in _makers(output, silent, layouts)]
 
 
@@ -47,11 +47,11 @@ def scalar_after(
     layouts: Layouts = (),
     made: Callable[[list[torch.Tensor]], None] | None = None,
 ) -> torch.Tensor | None:
-    """Return a scalar whose backward hands every tensor in `output` a gradient made at that moment.
+    """Return a scalar whose backward makes a gradient for every tensor in `output`; None if none requires a gradient.
 
-    The engine owns such a gradient like one that another layer made, so its memory is freed as early as in training. A
+    The engine owns these gradients like those of another layer, so it frees their memory as early as in training. A
     gradient passed to `backward` would be held by its caller. Tensors at the indices `silent` get no gradient. `made`
-    is called with the gradients. Returns None if nothing in `output` has a graph.
+    is called with the gradients.
     """
     makers = _makers(output, silent, layouts)
     tensors = [tensor for tensor, make in zip(tensors_in(output), makers, strict=True) if make]
@@ -84,7 +84,7 @@ def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker
 
 
 def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
-    # The maker does not hold the tensor: a graph would hold the output through it.
+    # The maker must not hold the tensor, or the graph would hold the output through the maker.
     part = local(tensor)
     make = partial(_ones, part.shape, strides or part.stride(), part.dtype, part.device)
     if (layout := layout_of(tensor)) is None:
@@ -97,8 +97,8 @@ def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
 
 def _ones(shape: torch.Size, strides: Strides, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     found = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # By memory: elements of an expanded tensor (a sum's gradient) share theirs, which `fill_` refuses. Do not access
-    # its storage in Python: from then on, the engine would not add to the gradient in place.
+    # Fill the memory, not the elements: an expanded tensor's (a sum's gradient) share memory, which `fill_` refuses. Do
+    # not access the storage in Python: from then on, the engine would not add to the gradient in place.
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     found.as_strided((reach if 0 not in shape else 0,), (1,)).fill_(1)
     return found
@@ -114,7 +114,7 @@ def _strides_of_whole(shape: torch.Size, strides: Strides) -> Strides:
 
 
 class _Entry(torch.autograd.Function):
-    """Graph input. A leaf instead would be held by the graph, needed or not, and copy gradients of another layout."""
+    """Input of a graph. A leaf would always be held by the graph, and would copy gradients of another layout."""
 
     @staticmethod
     def forward(ctx: Any, origin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,22 +122,22 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wait_for(gradients)  # they have no reader, and PyTorch holds the memory of collectives until a wait
+        wait_for(gradients)  # no operator reads them, and PyTorch holds the memory of collectives until a wait
         return None, None
 
 
 def enter_graph(origin: torch.Tensor, value: Any) -> Any:
-    """Make `value` the input of a graph that begins at the leaf `origin`, and discards gradients of the input."""
+    """Return `value` as the input of a graph that begins at the leaf `origin` and discards gradients of the input."""
     return tree_map_only(torch.Tensor, partial(_entered, origin), value)
 
 
 def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
-    # Most stages are recomputed during a backward, where gradients are off.
+    # Most recomputations run during a backward, where autograd is off.
     with torch.enable_grad():
         return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
-# Protocols of the executor, whose own code measuring calls. It is above this package.
+# Protocols of the executor, whose code measurements call. This package cannot import it, as the executor imports it.
 
 
 @contextmanager
@@ -152,9 +152,9 @@ def hooked(hooks: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]])
 
 
 def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractContextManager[None]:
-    """Free each parameter's new gradient once it has been added up, as where gradients are present, unless `fresh`.
+    """Add each parameter's new gradient to a present one and free it, as gradients accumulate; nothing if `fresh`.
 
-    Takes no memory for the gradients that it is added to: measuring has to fit where the plan does.
+    The parameter stands for its present gradient, which would take memory: measuring has to fit where the plan does.
     """
     return hooked(() if fresh else [(parameter, _added) for parameter in parameters])
 
@@ -163,9 +163,9 @@ def _added(parameter: Any) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and gradient.layout is torch.strided:
         with torch.no_grad():
-            if is_dtensor(gradient):  # as where it is added to one that is placed like its parameter
+            if is_dtensor(gradient):  # present gradients have the parameter's placements
                 gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)
-            gradient.add_(parameter)  # takes as long as to add it to another gradient
+            gradient.add_(parameter)  # takes as long as adding to a present gradient
 
 
 class Attached(Protocol):
@@ -176,13 +176,13 @@ class Attached(Protocol):
 
 
 class Runner(Protocol):
-    """Runs a stage in each way that the executor does."""
+    """Runs a stage in one storage mode, in every way in which the executor runs it."""
 
     function: Callable[..., Any]
 
     @property
     def can_skip_output(self) -> bool:
-        """Whether the stage has a different run that skips its output."""
+        """Whether the stage can run without computing its output's values."""
 
     def make_ready(self) -> None:
         """Do one-time work of a run in advance, so that it is not timed."""
@@ -191,17 +191,17 @@ class Runner(Protocol):
         """Run the stage in the surrounding graph; with `skip_output`, the output has no values."""
 
     def first(self, value: Any) -> tuple[Any, Any]:
-        """Run it without a graph; return its output, and the state for recomputing it."""
+        """Run the stage without a graph; return its output, and the state for a recomputation (`surroundings`)."""
 
     def again(self, value: Any, surroundings: Any) -> Any:
-        """Recompute it without a graph, exactly as in the first run."""
+        """Recompute the stage without a graph, exactly as in the first run."""
 
     def attach(self, value: Any, surroundings: Any, *, skip_output: bool = False) -> tuple[Attached, Any]:
-        """Recompute it with a graph of its own, exactly as in the first run; return the graph and the output."""
+        """Recompute the stage with a graph of its own, exactly as in the first run; return graph and output."""
 
 
-# For each trained parameter of a stage, in the order of `trained_parameters`, the bytes of its step; None if the
-# stage's backward does not step it.
+# For each trained parameter of a stage, in the order of `trained_parameters`, the temporary bytes of its optimizer step
+# if the stage's backward runs that step, else None.
 Stepped = tuple[int | None, ...]
 
 
@@ -212,9 +212,9 @@ class StageContext:
     `owned`: addresses of storages that belong to the caller (parameters, the batch), not to the stage. Without
     `fresh_gradients`, parameters already have a gradient when the backward runs. `output_held`: the caller keeps the
     output until the backward is done, as for the last stage. `carried`: indices of output tensors kept outside the
-    chain, which count neither as |a_{i+1}| nor as saved, only as in memory while the stage runs. `silent`: indices of
-    those that could get a gradient but do not: they are beside a loss, and the caller drops them before the backward
-    unless `silent_held`. Saved is what the graph keeps of them. `arriving`: layouts of the output's gradients.
+    chain, which count neither as |a_{i+1}| nor as saved, but are in memory while the stage runs. `silent`: indices of
+    output tensors that require a gradient but get none, as the loss does not use them. The caller drops them before
+    the backward unless `silent_held`; bytes that the graph keeps count as saved. `arriving`: the gradients' layouts.
     """
 
     device: torch.device

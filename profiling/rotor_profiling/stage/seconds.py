@@ -1,4 +1,4 @@
-"""Time one stage in each way in which an executor runs it."""
+"""Time one stage in every storage mode, and as a node that recomputes it, as the executor runs it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StageSeconds:
 class StageRun:
     """Seconds of one run of a stage in all storage modes, in direct succession.
 
-    `ways`: forward and backward in each mode with a graph, or only in the first. `node`: as an autograd node, whose
-    forward has no graph and whose backward recomputes the stage; None if not timed.
+    `ways`: (forward, backward) seconds with a graph in each mode, or only in the first. `node`: the same as an autograd
+    node, whose forward has no graph and whose backward recomputes the stage; None if not timed.
     """
 
     ways: tuple[tuple[float, float], ...]
@@ -43,23 +43,23 @@ class StageRun:
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """Estimate the seconds of a stage in each mode, from some of its runs or of identical stages.
+    """Estimate the seconds of a stage in each mode, from its own runs or those of identical stages.
 
-    Modes after the first, and recomputation, are estimated by their extra time. At least one run must have all modes,
-    and one a node.
+    Estimates the extra time of recomputation, and of modes after the first. At least one run must have all modes, and
+    at least one a node.
     """
     forward, backward = (lower_quartile([run.ways[0][phase] for run in runs]) for phase in (0, 1))
     nodes = [run.node for run in runs if run.node is not None]
     longer = lower_quartile([node[1] for node in nodes]) - forward - backward
-    # A backward that recomputes the stage may skip its output, and rebuilds that graph. If this takes longer than it
-    # saves, the excess counts with the run without a graph: such a stage has at least one.
+    # A backward that recomputes the stage may skip its output, but rebuilds the graph. If this takes longer than the
+    # skip saves, the excess counts as time without a graph: every recomputed stage has at least one run without.
     nograd = lower_quartile([node[0] for node in nodes]) + max(0.0, longer)
-    # Noise can make it larger than a forward, which `Chain` refuses.
+    # Capped, as noise could make the skipped time longer than a forward, which `Chain` refuses.
     skipped = max(0.0, min(-longer, nograd, forward))
     found = []
     for number in range(max(len(run.ways) for run in runs)):
         seconds = [run.ways[number] for run in runs if number < len(run.ways)]
-        # A stage stored in part does all the work of one stored whole, and more: a negative difference is noise.
+        # A mode that stores less does all the work of storing the stage whole, and more: a negative extra is noise.
         more, later = (
             max(0.0, lower_quartile([each[phase] for each in seconds]) - whole)
             for phase, whole in enumerate((forward, backward))
@@ -68,8 +68,8 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     return found
 
 
-# Makes an autograd node for a runner: runs the stage on an input without a graph, and recomputes it in the backward. It
-# is the executor's own, so it includes its overhead.
+# Returns a function that runs a runner's stage as an autograd node: without a graph, and recomputed in the backward. It
+# is code of the executor, so that times include the executor's overhead.
 AsNode = Callable[[Any], Callable[[Any], Any]]
 
 
@@ -83,11 +83,11 @@ def time_ways(
     again: bool = True,
     hand_on: bool = True,
 ) -> tuple[StageRun, Any]:
-    """Time one run of a stage on `value` in all modes; return it, and if asked, the stage's output without a graph.
+    """Time one run of a stage on `value` in all modes; return it, and with `hand_on`, the output without a graph.
 
     Modes are timed in direct succession, because a busy machine varies from moment to moment by more than they differ.
-    `again`: also time a run as a node, as a whole by `as_node`, or else in parts; its backward then counts as long as
-    the first mode's.
+    With `again`, also times a run as a node, by `as_node`. Without `as_node`, times only the node's forward and
+    recomputation, and adds the first mode's backward.
     """
     origin, output, laps = torch.empty(0, requires_grad=True), None, _Laps(watch)
 
@@ -104,7 +104,7 @@ def time_ways(
         return [output]
 
     def backward(outputs: list[Any], name: str) -> None:
-        # From gradients that the engine owns, as in training: it may add to them in place.
+        # The engine owns the output's gradients, as in training, so that it may add to them in place.
         source = scalar_after(outputs.pop(), context.silent, context.arriving, made=lambda _: laps.end())
         if source is None:
             laps.end()
@@ -147,7 +147,7 @@ def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps
     laps.end("first")
     del output
     laps.end()
-    # Release the output with the run: a skipped output has another size.
+    # Release the output in this lap: a skipped output has another size, and takes another time to free.
     attached, output = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
     del output
     laps.end("again")

@@ -18,9 +18,9 @@ from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_compat import is_fsdp_module
 from rotor_profiling.value_tree import tree_flatten
 
-# Tables of hooks that no step calls; `fully_shard` fills some.
+# Tables of hooks that a training step never calls; `fully_shard` fills some.
 _OF_NO_STEP = re.compile("_(load_)?state_dict_.*hooks")
-# Tables with options of the hooks in another table.
+# Tables of options of hooks, by the table of these hooks: options without hooks do not matter.
 _OF_HOOKS = {"_forward_pre_hooks_with_kwargs": "_forward_pre_hooks", "_forward_hooks_with_kwargs": "_forward_hooks"}
 # Prefix of attributes in which `fully_shard` keeps a module's state. A stage is measured with whole parameters and
 # without these hooks, so it costs the same however it is sharded.
@@ -29,29 +29,29 @@ _SHARDING = "__composable_api_state_key"
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """Stands in a signature for an object that equals only itself, during its life in this process."""
+    """Represents in a signature an object that equals only itself, as long as it lives in this process."""
 
     address: int
 
 
 class HasKind(ABC):
-    """A module that defines its own signature: only the generator of code knows what does the same."""
+    """A module that defines its own signature, as only its generator knows which modules compute the same."""
 
     @abstractmethod
     def kind(self, value: Any) -> Hashable:
-        """Return a key that is equal for modules that do the same with tensors of the same shapes.
+        """Return a key that is equal for modules that compute the same from tensors of the same shapes.
 
-        It depends on those parts of the stage's input `value` that the module reads, not on those that it hands on.
+        It depends only on those parts of the stage's input `value` that the module reads, not on those it passes on.
         """
 
 
 def stage_signature(function: Callable[..., Any], value: Any) -> Hashable:
     """Return a key that is equal for stages that cost the same on `value`.
 
-    An object that cannot be compared gets a key of its own: one measurement too many is better than one too few.
+    An object that cannot be compared gets a unique key: a needless measurement is better than a missing one.
     """
     if not isinstance(function, nn.Module):
-        return Unlike(id(function)), value_signature(value)  # a function does not show its code's effects
+        return Unlike(id(function)), value_signature(value)  # other callables cannot be compared
     described = [module for module in function.modules() if isinstance(module, HasKind)]
     read = tuple(module.kind(value) for module in described) if described else value_signature(value)
     return _module_kind(function), read
@@ -94,14 +94,14 @@ def _plain(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, FunctionType | partial):
         return _function(value)
-    if isinstance(value, ref):  # recurrent layers hold such references to weights
+    if isinstance(value, ref):  # recurrent layers hold weak references to their weights
         there = value()
         return _plain(there) if there is None or isinstance(there, torch.Tensor) else Unlike(id(value))
     return value if _equal_by_value(value) else Unlike(id(value))
 
 
 def _function(function: Any) -> Hashable:
-    """Return a key that is equal for functions that do the same, such as hooks that `parallelize_module` recreates."""
+    """Return a key that is equal for functions that compute the same, as hooks of `parallelize_module` do."""
     if isinstance(function, partial):
         return Unlike(id(function.func)), _bound(function.args), _bound(tuple(function.keywords.items()))
     try:
@@ -113,7 +113,7 @@ def _function(function: Any) -> Hashable:
 
 
 def _bound(value: Any) -> Hashable:
-    """Return the key of a bound value. A nested function with a closure of its own may refer to the outer one."""
+    """Return the key of a bound value. A nested function with a closure is unique, as it may refer to the outer one."""
     if isinstance(value, list | tuple):
         return tuple(map(_bound, value))
     return Unlike(id(value)) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
