@@ -116,7 +116,7 @@ class FollowedStorages(TorchDispatchMode):
         self._followed.clear()
 
     def settle(self) -> None:
-        """Count a gradient sum as new memory if its first summand is still alive: not only the engine holds it."""
+        """Count a gradient sum as new memory if its first summand is still alive, as other code holds it."""
         if self._sum is not None:
             (_, storage), self._sum = self._sum, None
             self.follow(storage)

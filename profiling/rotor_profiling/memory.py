@@ -67,7 +67,7 @@ class CpuMeter:
     _profile: Any = None
 
     def __enter__(self) -> CpuMeter:
-        # Not torch.profiler.profile: it parses every event when it stops, or warns that it does not keep them.
+        # Not `torch.profiler.profile`, which parses every event when it stops, or warns that it does not keep events.
         self._profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
         with _quiet():
             self._profile.__enter__()
@@ -112,8 +112,8 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
 def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
     """Return (mark or "", bytes allocated (+) or freed (-)) of every event.
 
-    Matches frees with allocations by address, as blocks of an earlier meter are also freed. If a new block has the
-    address of a live one, that block was freed by a thread whose events the profiler does not collect.
+    Matches frees with allocations by address, so that frees of blocks from before the meter do not count. If a new
+    block has the address of a live one, a thread whose events the profiler does not collect has freed the latter.
     """
     live: dict[int, int] = {}
     found = []

@@ -301,7 +301,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 # Optimizers of torch.optim that access only a parameter, its gradient, its state and its group's settings: stepping
-# parameters one by one gives the numbers of a joint step. Not LBFGS, nor SparseAdam, whose copy needs sparse gradients.
+# parameters one by one gives the numbers of a joint step. SparseAdam is missing, as its copy needs sparse gradients.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",

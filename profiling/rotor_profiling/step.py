@@ -16,9 +16,9 @@ and the end of the backward. So a watch starts, marks phases and stops wherever 
 #  3. A watch must stop in the thread in which it started, and not inside autograd's engine: the engine restores the
 #     thread's profiler after every node, so the watch's would stay on and count the next profiler's memory. A watch
 #     asked to stop there, as in a forward that `torch.utils.checkpoint` recomputes, stops after the pass, unreported.
-#  4. A free event has a size but no address, so it also counts if the block is older than the watch and an earlier
-#     profiler saw its allocation. Such a block in `present_bytes` must come from an earlier watch, or must not be
-#     freed: if other blocks are freed, the sums are too small from then on.
+#  4. A free event has a size but no address. If the block is older than the watch, its free counts only if an earlier
+#     profiler saw a block at that address. So blocks in `present_bytes` must come from an earlier watch, or must not be
+#     freed. Each counted free of an older block outside of `present_bytes` makes later sums too small.
 #  5. If a backend thread is the last holder of memory that processes send to each other, the profiler misses its free.
 #     So with several processes, no watch starts, and stages are measured several times (`measure_ways` in
 #     `stage/cost.py`).
@@ -183,7 +183,7 @@ def _in_engine() -> bool:
 
 
 def _when_pass_is_freed(do: Callable[[], object]) -> None:
-    """Call `do` when the engine has released its current pass and returns to its caller."""
+    """Call `do` when the engine has released the current backward pass and returns to its caller."""
 
     def callback() -> None:
         """Do nothing: the pass owns its callbacks, and nothing else holds this one."""

@@ -196,7 +196,7 @@ class GriewankHeterogeneous:
 
 
 class _Heterogeneous:
-    """The recurrence over intervals: Opt(i, stop, m), less the time of the forwards that every schedule runs once.
+    """Recurrence over intervals. Opt(i, stop, m) is the least time beyond the forwards that every schedule runs once.
 
         Opt(L, L+1, m) = 0                                                if m ≥ loss_need
         Opt(i, stop, m) = the least of
@@ -387,7 +387,7 @@ def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
 
 
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
-    """Return the sequence that splits the interval [i, l] at checkpoints[i, l], or begins it with Fe_i without one."""
+    """Return the sequence that splits each interval [i, l] at checkpoints[i, l]; if missing, it begins with Fe_i."""
     options = [stage.fastest_option for stage in chain.stages]
 
     def choose(_state: int, i: int, last: int) -> int:

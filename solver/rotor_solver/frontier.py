@@ -185,7 +185,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
 
 
 def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
-    """Return the least limit, in bytes, at which a step takes at most 1 + `overhead` times storing everything.
+    """Return the least limit, in bytes, at which a step takes at most 1 + `overhead` times as long as storing all.
 
     Raises ValueError if `overhead` < 0 or `slots` < 1.
     """

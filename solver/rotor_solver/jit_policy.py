@@ -4,8 +4,8 @@ Compiling takes many seconds, once on a machine; plain Python plans twenty stage
 until its total reaches the time of compiling, so at most twice the time is spent (the rent-or-buy problem). The
 decision uses estimated seconds, not clocks, so that every run decides alike.
 
-Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache is keyed on a kernel's own
-file: a kernel calls only kernels, and uses only constants, of its own file. Every kernel is called with the same types
+Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache notices changes only of a
+kernel's own file, so a kernel uses only kernels and constants of its own file. Call a kernel with the same types
 everywhere: processes that compile different versions of one kernel at once can mix them up (numba issue 10128).
 """
 

@@ -79,7 +79,7 @@ def priced(chain: Chain, price: float) -> Chain:
             else option
             for option in stage.options
         ]
-        # Costs without a graph default to those of the first option, which may have a price now.
+        # Explicit, since costs without a graph default to those of the first option, which may include the price.
         nograd_time, nograd_temp = stage.seconds_without_graph, stage.temp_without_graph
         stages.append(replace(stage, options=tuple(options), nograd_time=nograd_time, nograd_temp=nograd_temp))
     return replace(chain, stages=tuple(stages))
@@ -214,7 +214,7 @@ class _Search:
 
 
 def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
-    """Return `chain` with each stage's moves restricted to the size that `pick` chooses among its own."""
+    """Return `chain` with each stage restricted to options that move no bytes, or as many as `pick` chooses."""
     # Other options stay in the list, as sequences refer to options by index, but need more memory than any limit.
     never = partial(replace, moved=0, forward_temp=LARGEST_SIZE)
     stages: list[Stage] = []

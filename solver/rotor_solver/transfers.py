@@ -85,7 +85,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class MovesSimulation:
-    """Seconds and bytes of a step. `begin` and `during` are by operation: its begin, and its peak in bytes.
+    """Seconds and bytes of a step. `begin` and `during` are the begin in seconds and peak in bytes of each operation.
 
     `waiting` are the seconds in which operations wait for copies; `makespan` includes them. `moved` bytes go out, and
     as many come back. A copy out that is under way when an operation begins counts during all of it. `transfers` are

@@ -94,10 +94,11 @@ class Effort:
         return max(table.guess / self.pairs, table.size / self.numbers)
 
 
-# Chosen, not measured. A gap of half a percent is below the error of measured stage times. One core visits about 2e9
-# pairs in a second (500 stages): a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
+# Chosen, not measured: half a percent is below the error of measured stage times. At 2e9 pairs a second on one core
+# (500 stages), a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
-# Pairs of slots to visit for a gap that hardly falls, and as many to close a small gap: about a second of a core each.
+# Pairs of slots that a solve may visit to close a small gap, about a second of one core; a wide gap that hardly falls
+# has the same budget, or that of `work` if higher.
 WORK = 2e9
 _STUCK = 0.9  # The gap hardly falls if a table leaves more than this share of it. Not measured; lower saves seconds
 _NO_GAP = 1e-9  # A smaller gap counts as none: bounds are certified only up to rounding errors of sums

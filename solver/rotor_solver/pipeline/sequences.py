@@ -1,8 +1,8 @@
 """The fastest sequence of a part with several microbatches in flight.
 
-With at most K bytes kept from forward to backward, a_0 included, one of k microbatches in flight has M = limit -
-(k - 1) · K bytes. K is tried from least to most. For each, a recurrence like `persistent.recurrence` has two kinds of
-intervals:
+If each microbatch keeps at most K bytes from forward to backward, a_0 included, one of k in flight has M = limit -
+(k - 1) · K bytes. All values of K are tried, from least to most. For each K, a recurrence like that of
+`persistent.recurrence` has two kinds of intervals:
 
     [i, L]         with the loss. Memory kept before a_i's own stages run is kept to the loss, so `kept`, the remaining
                    bytes of K, also determines the rest of M: kept + M - K. Each choice takes from both.
