@@ -268,9 +268,6 @@ def _no_worse(one: Option, other: Option) -> bool:
     return all(getattr(one, name) <= getattr(other, name) for name in names)
 
 
-# Timetables of copies
-
-
 def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Moves:
     """Return moves of `sequence` with which a step stays within `limit` bytes, however slow the link.
 

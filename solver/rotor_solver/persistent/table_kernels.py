@@ -111,8 +111,7 @@ def lower_by(out: np.ndarray, at: int, source: np.ndarray, first: int, count: in
 def least_of_both(out: np.ndarray, at: int, flat: np.ndarray, first: int, count: int) -> float:
     """Return a lower bound of out[at + m] + flat[first + m] for 0 ≤ m < count; infinite if `count` < 1.
 
-    `out` never decreases and `flat` never increases, so of STEP slots, the first of `out` plus the last of `flat` is a
-    bound of all sums.
+    `out` never decreases and `flat` never increases: of STEP slots, the first of `out` plus the last of `flat`.
     """
     least = np.inf
     for m in range(0, count, STEP):
@@ -312,8 +311,7 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
     The slots are low … high-1; high > rows.high includes all slots from rows.high on. `outside` is the least time of
     such a plan outside the interval, infinite if there is no such plan. `flat` and `rows` must be complete.
 
-    Passes times from the whole chain down to its parts. With out(i, l, m) the least time outside [i, l] if [i, l] has
-    at least m,
+    Passes times from the whole down to its parts. With out(i, l, m) the least time outside [i, l] if it has at least m,
 
         out(0, L, all) = 0
         out(i+1, l, m - taken_k) ≤ out(i, l, m) + extra_k
