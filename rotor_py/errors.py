@@ -54,7 +54,7 @@ class PlanMismatchError(DescribedError, ValueError):
     def __init__(self, field: str, planned: object, found: object) -> None:
         super().__init__(
             f"the plan was made for another model or input: {shortened(field)} was {shortened(planned)} then and is "
-            f"{shortened(found)} now; save a new one (save_plan, rotor-plan --save), or let Checkpointable make one",
+            f"{shortened(found)} now; save a new plan (save_plan, rotor-plan --save), or let Checkpointable make one",
             name=field,
         )
         self.field = field

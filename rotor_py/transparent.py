@@ -46,7 +46,7 @@ class Transparent(nn.Module):
         self.model.__class__ = kind  # set by torch's parametrizations
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # By default, pickle reads `__class__`, and would make a model without this wrapper.
+        # By default, pickle reads `__class__`, which is the model's, and would load a model without this wrapper.
         return _blank, (type(self),), self.__dict__
 
     def __getattr__(self, name: str) -> Any:

@@ -23,7 +23,7 @@
 #     need less. Several processes refuse an input that no plan covers, since each would plan alone. If ever larger
 #     inputs have to be measured, one warning says so.
 #  6. An optimizer is detected. Its state counts in every budget. If a sequence has no room for it, the planner solves
-#     again; if nothing fits, training goes on. Several processes, each with its optimizer, solve at the next forward.
+#     again; if nothing fits, training goes on. Several processes solve together, at the next forward.
 #  7. A step shows undeclared memory (`observers`). If gradients unexpectedly exist when a forward begins, the planner
 #     measures and solves with them first (events 1 and 2). Memory of the loss, or of anything else outside the
 #     model, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and

@@ -109,7 +109,7 @@ def choose_variant(
                 try:
                     sequence = solve(budget)
                 except InfeasibleError as error:  # with several processes, all of them raise it
-                    # A graph compiled as a whole fitted the room that there was at that time.
+                    # A graph compiled as a whole was compiled for more room than its budget leaves now.
                     plan.compiled_for_larger_budget |= whole
                     refused.append(error)
                 else:
