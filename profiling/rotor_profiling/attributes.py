@@ -167,7 +167,7 @@ def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
 
 
 def with_gradients(changes: Iterable[Change]) -> list[str]:
-    """Return the names of attributes set to tensors with a gradient, except those that hooks recreate."""
+    """Return the names of attributes that changed to tensors with a `grad_fn`, except those that hooks recreate."""
     return [
         change.name
         for change in changes

@@ -87,7 +87,7 @@ class CpuMeter:
         with _quiet():
             profile.__exit__(kind, error, trace)
         if error is None:
-            # The tree is in call order, not time order.
+            # Sorted by time, since the tree is in call order.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             changes = _changes(events)
             self.phases, held = split(changes), accumulate(change for _, change in changes)

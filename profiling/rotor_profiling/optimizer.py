@@ -166,7 +166,7 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _step(twin: torch.optim.Optimizer) -> None:
-    # The `step` of the class: schedulers replace it on the instance by one bound to the original. Without global hooks.
+    # Calls the class's `step` without hooks: schedulers replace `step` on the instance by one bound to the original.
     step = plain_step(type(twin))
     closure = inspect.signature(step).parameters.get("closure")
     parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
@@ -237,7 +237,7 @@ def _twin(
     foreach: bool = False,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    # `copy.copy`, since the constructor's arguments are unknown. It loses hooks and the optimizer's own attributes.
+    # A copy by `copy.copy`, as the constructor's arguments are unknown, lacks hooks and the optimizer's own attributes.
     parameters = [parameter for group in groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
     twins = {id(each): copy.copy(each) for each in with_inner(optimizer)}
@@ -247,7 +247,7 @@ def _twin(
         for tensor in tensors_in(list(own.values())):
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor.clone() if tensor.numel() == 1 else make(tensor)
-        # Leaves out models and uncopyable attributes such as locks: a step that needs these fails with an error.
+        # The copy lacks models and uncopyable attributes such as locks: a step that needs these raises.
         copies |= {id(each): torch.nn.Module() for each in _found_in(own, torch.nn.Module)}
         for name, value in own.items():
             with suppress(Exception):

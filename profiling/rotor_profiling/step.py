@@ -9,7 +9,7 @@ and the end of the backward. So a watch starts, marks phases and stops wherever 
 # caller's code and must not disturb it.
 #
 #  1. A watch uses PyTorch's legacy profiler, which belongs to its thread and changes no operator, mode or compiled
-#     function. An operator takes some 20 µs longer. The newer profiler, which the meters use, crashes with a
+#     function. It delays each operator by some 20 µs. The newer profiler, which the meters use, crashes with a
 #     segmentation fault if a second session starts in another thread.
 #  2. A thread has one profiler. If one is running already, no watch starts. If another profiler is about to start (one
 #     of our meters, or the user's own), the watch gives way: it stops and reports nothing.
@@ -77,9 +77,9 @@ def measured_phases(
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
     """Watch allocations on `device` from now on; returns None if that is not possible now.
 
-    `present_bytes` are held already (ignored on CUDA). On CUDA, a phase's peak is exact if it exceeds all earlier
-    peaks. Otherwise the phase reports the larger of its bytes at start and end, which may be less than its peak. An
-    earlier peak above `limit_bytes` would hide steps that exceed the limit, so the device's peak is reset then.
+    `present_bytes` are in memory already (ignored on CUDA). On CUDA, a phase's peak is exact if it exceeds all earlier
+    peaks. Otherwise the phase reports the larger of its bytes at start and end, which may be less than its peak. If an
+    earlier peak exceeds `limit_bytes`, it would hide a step that does so too, so torch's peak counter is reset.
 
     `mark(name)` begins a phase; the first phase is `""`. `stop()` ends the last phase and returns all phases in bytes
     of the whole device, or None if the watch had to give way or was stopped before.

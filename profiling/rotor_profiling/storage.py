@@ -70,7 +70,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Hashable, Hashable] | None:
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them.
 
-    Leaves out empty storages, which all have the address 0. Storages of fake tensors have another key in its place.
+    Leaves out empty storages, which all have the address 0. A fake tensor's storage has a unique number as address.
     """
     sizes: dict[int, int] = {}
     for tensor in [part for each in tensors for part in dense_parts(each)]:

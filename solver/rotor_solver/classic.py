@@ -113,7 +113,7 @@ class Periodic:
                 check_count(getattr(self, name), name)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the schedule. Raises InfeasibleError, with the least limit, above `mem_limit` bytes, a_0 counted."""
+        """Return the fastest schedule that fits, a_0 counted. Raises InfeasibleError, with the least limit."""
         check_chain(chain)
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
@@ -131,7 +131,7 @@ class Sqrt:
     name = "sqrt"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the schedule. Raises InfeasibleError, with the least limit, above `mem_limit` bytes, a_0 counted."""
+        """Return the schedule. Raises InfeasibleError if it needs more than `mem_limit` bytes, a_0 counted."""
         check_chain(chain)
         segments = even_segments(len(chain), max(1, round(math.sqrt(len(chain)))))
         return _fastest_fitting(chain, mem_limit, [_recompute_but_last(chain, segments, self.name)])
@@ -173,7 +173,7 @@ class GriewankHeterogeneous:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the fastest schedule of its kind within `mem_limit` bytes, a_0 counted, up to rounding to slots.
 
-        Exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least limit.
+        Exact if all sizes are multiples of a slot. Raises InfeasibleError if none fits, with the exact least limit.
         """
         check_chain(chain)
         mem_limit = whole_bytes(mem_limit)
@@ -302,7 +302,7 @@ class _Heterogeneous:
         return values
 
     def _slot_of(self, need: Any) -> Any:
-        """The first slot m with m · unit + offset ≥ need."""
+        """Return the first slot m with m · unit + offset ≥ need."""
         return np.maximum(0, -((self.offset - need) // self.unit))
 
     def checkpoints(self, room: int) -> dict[tuple[int, int], int]:

@@ -37,8 +37,8 @@ class DescribedError(Exception):
         self.numbers = numbers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copying and pickling pass an exception's positional arguments, which differ in subclasses. Notes stay behind:
-        # they describe where this instance was raised.
+        # By default, copies and pickles call the class with the positional arguments, which differ in subclasses. Notes
+        # are not copied: they describe where this instance was raised.
         state = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
         return type(self).__new__, (type(self), *self.args), state
 

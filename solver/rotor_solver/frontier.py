@@ -69,7 +69,7 @@ class Frontier:
         return self.sequences[self._position(mem_limit)]
 
     def makespan(self, mem_limit: float) -> float:
-        """Seconds of `sequence(mem_limit)`, with the same errors."""
+        """Return the seconds of `sequence(mem_limit)`. Raises the same errors as `sequence`."""
         return self.makespans[self._position(mem_limit)]
 
     def limit_for(self, overhead: float) -> int:
@@ -196,7 +196,7 @@ _FEW = 40  # Slots of a frontier over groups of stages: few, as each sequence ha
 _Step = tuple[int, Sequence]  # A limit in bytes, and a sequence within it
 _FAR = 0.02  # A limit gets its own solve above this makespan / bound - 1. Not measured; too high leaves slower plans.
 _SINGLE = 40  # Most limits with their own solve. Not measured; too many cost solve time.
-# Most limits with their own solve, times the pairs of slots that all tables visit. Not measured; too high costs time.
+# Most (limits with their own solve) x (pairs of slots that all tables visit). Not measured; too high costs solve time.
 _PAIRS = 5e5
 # Effort of each table of a frontier, which are all in memory at once: 256 MiB and a second. With `THOROUGH` tables,
 # chains of 400 stages took up to 8 GiB and three minutes.

@@ -45,19 +45,19 @@ class Footprint:
 
     @property
     def waiting(self) -> int:
-        """Most bytes that it holds while another forward runs."""
+        """Most bytes that the forward holds while another one runs."""
         return max(self.kept, self.left)
 
     @property
     def working(self) -> int:
-        """Bytes that it needs beyond `waiting` while it runs."""
+        """Bytes that the forward needs beyond `waiting` while it runs."""
         return max(0, self.peak - self.waiting)
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Footprint:
         found = simulate(chain, sequence)
         loss = sequence.index(Loss())
-        # The gradient of the output counts: the backward of a sum of losses first makes those of all forwards.
+        # The output's gradient counts: a sum of losses runs all losses backward before any stage.
         kept = (found.after[loss - 1] if loss else chain.input_bytes) + chain.activation[-1]
         return cls(kept, found.after[-1] + chain.input_bytes, found.peak, found.makespan)
 
@@ -155,8 +155,8 @@ def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain
 
     A joint's forward makes the input of the next forward and the gradient of the previous forward's output; its
     backward is the loss of the previous forward. The nested chain holds no more than the forwards do, or, with
-    `at_most`, no less. Both differ only in an output that the caller keeps during the backward of its last stage: part
-    of that stage's saved bytes if the stage was stored, extra memory if not.
+    `at_most`, no less. The two variants differ only in an output that the caller keeps during the backward of its last
+    stage: it is part of that stage's saved bytes if the stage was stored, extra memory if not.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
     loss = Option(
@@ -297,7 +297,7 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
 # Amounts of room for the running forward, at first. Not measured; too few miss better plans, each costs a solve.
 _ROOMS = 10
 _CLOSER = 4  # Refinements around the best amount of room. Not measured; each costs two solves.
-# Limits of a forward's kept bytes, relative to equal shares. Not measured; a plan above 1 may keep less, and fit.
+# Limits of a forward's kept bytes, relative to equal shares. Not measured. Plans may keep less, so values above 1 fit.
 _SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
 
 
@@ -350,8 +350,8 @@ def solve_in_flight(
 
     Every a_0 is counted. `order` is the order of the backwards: "any", or "reverse", from the last forward to the
     first, which takes less time or memory. Plans for any order use one sequence for all forwards, and work in reverse,
-    too. With `alike`, plans in reverse also use one sequence. One sequence works in more steps: it is preferred to
-    different sequences in reverse if it takes at most `worth` longer, as a share of the time.
+    too. With `alike`, plans in reverse also use one sequence. One sequence works for any order of backwards, so it is
+    preferred to different sequences in reverse if it takes at most `worth` longer, as a share of the time.
 
     Raises InfeasibleError if nothing fits; its `min_bytes` is `least_in_flight`. Raises ValueError if the limit is not
     a number of bytes, if `forwards` or `slots` < 1, or if the order is unknown.

@@ -56,15 +56,15 @@ def plain_python(name: str) -> ModuleType:
 
 PREPARING = "(preparing the solver, once on this machine)"  # Progress text while kernels are compiled
 
-# Seconds of plain work before Numba is imported. Not measured; a wrong value wastes about as many seconds.
+# Seconds of work in plain Python before Numba is imported. Not measured; a wrong value wastes about as many seconds.
 _IMPORTING = 0.3
-# Seconds of plain work before kernels are compiled. Compiling takes longer, 10 to 20 seconds, but so much work makes
-# more work likely. Not measured; a wrong value wastes seconds, once on a machine.
+# Seconds of work in plain Python before kernels are compiled. Compiling takes longer, 10 to 20 seconds, but so much
+# work makes more work likely. Not measured; a wrong value wastes seconds, once on a machine.
 _COMPILING = 4.0
 
 
 class _Pace:
-    spent = 0.0  # Seconds of plain work
+    spent = 0.0  # Seconds of work in plain Python
     compiled: ClassVar[set[str]] = set()  # Files whose compiled kernels are used from now on
 
 
@@ -82,7 +82,7 @@ def _listed(arrays: Any) -> Any:
 
 
 def compiling_pays(name: str, seconds: float) -> bool:
-    """Decide whether to use the compiled kernels of the file `name`. If not, add `seconds` to the plain work."""
+    """Decide whether to use the compiled kernels of the file `name`. If not, count `seconds` of plain Python."""
     if name in _Pace.compiled:
         return True
     spent = _Pace.spent + seconds

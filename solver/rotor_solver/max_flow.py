@@ -45,7 +45,7 @@ class Network:
         return self._number[point]
 
     def _distances(self) -> list[int]:
-        """For each node, the number of residual edges on a shortest path to the sink; -1 if there is no path."""
+        """Return, by node, the number of residual edges on a shortest path to the sink; -1 if there is no path."""
         found = [-1] * len(self._edges)
         found[1], reached = 0, [1]
         for point in reached:  # grows inside the loop

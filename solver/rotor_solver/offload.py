@@ -197,7 +197,7 @@ class _Search:
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
         """Keep `sequence` if it is the fastest. Return the bytes that it may move, and its seconds without copies."""
-        # A price does not tell equal stages apart. A timetable prefers early ones, whose copies have the most time.
+        # Equal stages cost the same at any price; a timetable prefers early ones, whose copies have the most time.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
             moves = plan_moves(self.chain, each, self.link, self.limit)
             settled = without_idle_moves(self.chain, each, moves)

@@ -78,7 +78,7 @@ class Moves:
     2. Copies of one direction run one after another, in the order in which they begin. The two directions do not wait
        for each other.
     3. `wait_out[position]` are the stages whose copy out must be over before the operation begins. Every stage that
-       moves is listed once, at the first operation after the loss at the latest, when all copies out must be over.
+       moves is listed once, no later than at the first operation after the loss. So all copies out are over then.
     4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after its
        waits; always after the loss. The bytes count from here on, even while earlier copies delay their own copy.
     5. The backward of a stage waits for its copy back.

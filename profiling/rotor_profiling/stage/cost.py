@@ -44,7 +44,7 @@ from rotor_profiling.storage import (
 from rotor_profiling.timing import Stopwatch, several_processes
 from rotor_profiling.torch_compat import storage_use_count
 
-# A slower storage mode must save at least this share less bytes: its cost in time is known only up to clock noise
+# A slower storage mode must keep fewer bytes by at least this share: its cost in time is known only up to clock noise
 LEAST_SHARE = 0.05
 
 
@@ -184,7 +184,7 @@ def _bytes_of(
 ) -> StageBytes:
     """Combine the phases of a mode's runs in training's graph and in its own graph; the larger bytes cover both."""
     forward, attach, release = phases["forward"], phases["attach"], phases["release output"]
-    # Bytes from the end of the forward on: an output that the stage's own backward does not need may be freed then.
+    # Counts from the end of the forward: an output that the stage's own backward does not need may be freed then.
     training = _backward_peak(phases) or forward.end
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
     # Silent outputs count as saved only if the graph keeps them.

@@ -97,7 +97,7 @@ def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
 
 def _ones(shape: torch.Size, strides: Strides, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     found = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # Fill the memory, not the elements: an expanded tensor's (a sum's gradient) share memory, which `fill_` refuses. Do
+    # Fill memory, not elements: `fill_` raises if elements share memory, as in expanded tensors (a sum's gradient). Do
     # not access the storage in Python: from then on, the engine would not add to the gradient in place.
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     found.as_strided((reach if 0 not in shape else 0,), (1,)).fill_(1)

@@ -52,7 +52,7 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     nodes = [run.node for run in runs if run.node is not None]
     longer = lower_quartile([node[1] for node in nodes]) - forward - backward
     # A backward that recomputes the stage may skip its output, but rebuilds the graph. If this takes longer than the
-    # skip saves, the excess counts as time without a graph: every recomputed stage has at least one run without.
+    # skip saves, the excess counts as time without a graph: every recomputed stage runs at least once without a graph.
     nograd = lower_quartile([node[0] for node in nodes]) + max(0.0, longer)
     # Capped, as noise could make the skipped time longer than a forward, which `Chain` refuses.
     skipped = max(0.0, min(-longer, nograd, forward))

@@ -3,10 +3,10 @@
 Begin with `optimum`, the recurrence in thirty lines. Such sequences are trees over intervals of stages (Beaumont et
 al., "Optimal checkpointing for heterogeneous chains", HAL hal-02352969; the memory conditions are our own, see
 docs/solver.md). [i, l] stands for a problem: run the backwards of stages l, …, i, with a_i and δ_{l+1} in memory, in m
-bytes, a_i not counted. The loss is stage L. `table_kernels.fill` computes it for all numbers of slots at once, with
-sizes rounded down: a lower bound. Sequences are read off with memory in bytes (`interval_kernels.descend`), so they
-fit. Times above the best known sequence are never computed: a plan for groups of stages makes the first table cheap,
-and the windows of each table make the next, finer one cheap.
+bytes, a_i not counted. The loss is stage L. `table_kernels.fill` solves all problems for all numbers of slots, with
+sizes rounded down, so that times are lower bounds. `interval_kernels.descend` builds sequences with memory in exact
+bytes, so that they fit. Times above the best known sequence are never computed: a plan for groups of stages makes the
+first table cheap, and the windows of each table make the next, finer one cheap.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Persistent:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
 
-        Raises InfeasibleError if there is none, with the least limit (`min_bytes`).
+        Raises InfeasibleError if none fits, with the least limit (`min_bytes`).
         """
         stored, mem_limit = store_all(chain), whole_bytes(mem_limit)
         if simulate(chain, stored).peak <= mem_limit:

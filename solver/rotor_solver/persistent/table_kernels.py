@@ -43,9 +43,9 @@ tests/solver/persistent/test_table.py checks the numbers.
     22, and [0, 1] in slot 24, both at no extra time. Stored whole, [0, 5] would take 152 bytes, more than there are.
  3. Slot m of a row is flat[position + m] for begin ≤ m < high, and flat[position + high] is `final`.
  4. A window is the range of slots in which a plan that is no slower than the best known one can have an interval. The
-    table has the time inside. The time outside is passed down from the whole to the parts (`windows_of`). If both
-    together exceed the known plan, no better plan has that interval in that slot, and the next, finer table may count
-    it as infinite. If the plan that takes 3 seconds longer is known, 7 of the 21 rows have a window: [0, 1] from 77
+    table has the time inside the interval; `windows_of` passes the time outside from the whole to its parts. If their
+    sum exceeds the known time, no better plan has that interval in that slot, and the next, finer table may count it
+    as infinite. If the plan that takes 3 seconds longer is known, 7 of the 21 rows have a window: [0, 1] from 77
     bytes on, [1, 1] from 53, [2, 5] from 85, [3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from 93 to
     100. [0, 2] has none: wherever it occurs, stages 0 to 2 are recomputed, which takes 6 seconds. The next table, with
     slots of 1 byte, has 14 numbers; without windows it would have 172.
@@ -65,7 +65,7 @@ STEP = 16  # Slots that share one bound of a sum (`least_of_both`). Not measured
 
 @compiled()
 def slot_of(need: int, unit: int, offset: int) -> int:
-    """The first slot m with m · unit + offset ≥ need."""
+    """Return the first slot m with m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
 
 
@@ -111,7 +111,7 @@ def lower_by(out: np.ndarray, at: int, source: np.ndarray, first: int, count: in
 def least_of_both(out: np.ndarray, at: int, flat: np.ndarray, first: int, count: int) -> float:
     """Return a lower bound of out[at + m] + flat[first + m] for 0 ≤ m < count; infinite if `count` < 1.
 
-    `out` never decreases and `flat` never increases: of STEP slots, the first of `out` plus the last of `flat`.
+    `out` never decreases and `flat` never increases, so the first of `out` plus the last of `flat` bounds STEP slots.
     """
     least = np.inf
     for m in range(0, count, STEP):
@@ -155,7 +155,7 @@ def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: in
 
 @compiled()
 def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: int) -> tuple[int, int]:
-    """Return two ends in slots low … high-1: before the first both rows have numbers, before the second only one."""
+    """Return (both, one): of slots low … high-1, both rows have numbers up to `both`, then one row up to `one`."""
     left_high, right_high = rows.high[left], rows.high[right] + shift
     both = max(low, min(high, left_high, right_high))
     return both, max(both, min(high, max(left_high, right_high)))
@@ -165,7 +165,7 @@ def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: 
 def split(
     flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, seconds: float
 ) -> None:
-    """Lower slots low … high-1 of `row` by a checkpoint, which leaves `shift` slots less for its row `right`."""
+    """Lower the times low … high-1 of `row` by a checkpoint, which leaves `shift` slots less for its row `right`."""
     out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
     left_final, right_final = rows.final[left], rows.final[right]
     both, one = ends_of_parts(rows, left, right, shift, low, high)
@@ -180,7 +180,7 @@ def split(
 
 @compiled()
 def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
-    """Lower the row (s, last) by running its stage with a graph by option k: Fe_i, [i+1, last], B_i."""
+    """Lower the times of the row (s, last) by running its stage by option k, with a graph: Fe_i, [i+1, last], B_i."""
     i, state, seconds = grid.stage[s], grid.state[s], costs.extra[k]
     out, high = rows.position[row], rows.high[row]
     low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
@@ -201,7 +201,7 @@ def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int,
 
 @compiled()
 def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
-    """Lower the row (s, last) by all checkpoints; return the number of pairs of slots visited."""
+    """Lower the times of the row (s, last) by all checkpoints; return the number of pairs of slots visited."""
     i, offset, begin, high = grid.stage[s], grid.offset[s], rows.begin[row], rows.high[row]
     lefts, rights, needs, pairs = grid.row[s], grid.after[last], costs.check_need[i], 0
     for j in range(i + 1, min(last, grid.band[i] + 1) + 1):

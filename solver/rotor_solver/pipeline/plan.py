@@ -185,7 +185,7 @@ class PipelinePlan:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The first stages of all parts but the first."""
+        """The first stage of every part except the first part."""
         return tuple(part.begin for part in self.parts[1:])
 
     @property
@@ -227,8 +227,8 @@ def part_of(chain: Chain, begin: int, end: int) -> Chain:
 def with_weights_put_off(part: Chain) -> Chain:
     """Return the part with backwards for the inputs only; the data for the weights' backwards stays in memory.
 
-    The data is everything that the stages save, their inputs, and the gradients of their outputs. It counts as
-    gradients that each backward adds. A runtime that keeps less data needs less memory.
+    That data (everything that the stages save, their inputs, and the gradients of their outputs) counts as gradients
+    that each backward adds. A runtime that keeps less data needs less memory.
     """
     stages: list[Stage] = []
     for incoming, stage in zip(part.activation, part.stages, strict=False):

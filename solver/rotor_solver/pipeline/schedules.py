@@ -96,7 +96,7 @@ def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
 def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = None) -> list[Action]:
     """Return the actions of torch's `_get_1f1b_rank_ops`: warmup forwards, then a forward and a backward in turns.
 
-    With `put_off`, these backwards are for the inputs only; backwards for the weights follow that many later.
+    With `put_off`, these backwards are for the inputs only; that for the weights follows `put_off` backwards later.
     """
     parts, ranks = schedule.virtual_stages, schedule.ranks
     each_round = schedule.microbatches // schedule.rounds
