@@ -174,11 +174,11 @@ def _step(twin: torch.optim.Optimizer) -> None:
         if closure is None or closure.default is not closure.empty:
             step(twin)
         elif isinstance(twin, torch.optim.LBFGS):  # zero gradients would end its step at once, without a state
-            raise NotImplementedError("its history grows with the steps of each search")
+            raise NotImplementedError("the history of LBFGS grows with the steps of each search")
         else:
             step(twin, lambda: 0.0)
     if parameters and not touched.any:
-        raise NotImplementedError("a copy of it steps no parameter")
+        raise NotImplementedError("a copy of the optimizer steps no parameter")
 
 
 class _Touched(TorchDispatchMode):

@@ -59,7 +59,7 @@ class Table:
     ) -> None:
         """Lay out a table in slots of about `unit` bytes.
 
-        `exact` says that all sizes are whole numbers of units. If not, the unit may be adjusted to fit them better.
+        `exact` says that all sizes are whole numbers of units. If not, the unit may shrink to fit the chain's period.
         Stages from i on take at least later[i] seconds longer than if stored. `spacing` selects the intervals that have
         rows; by default, all. `windows` must come from a table with the same or a longer `scale`.
         """
