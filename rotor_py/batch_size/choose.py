@@ -6,7 +6,7 @@
 #     bytes choose the next batch to measure, until two batches are known (`largest`): the largest that fits, and the
 #     largest that fits without recomputation. No trial step may run out of memory: other processes would hang.
 #  2. The search for the best batch interpolates costs between measured batches (`Curve`) and measures the batch that it
-#     finds. The measurement changes the interpolation, so both repeat a few times. The answer is a measured batch.
+#     finds. As this changes the interpolation, it searches again, a few times. The answer is always a measured batch.
 #  3. Real steps check the peak. If it exceeds the limit, only smaller batches remain candidates, and the search repeats
 #     with the known costs. In "best", the two batches of rule 1 take real steps, too, and the fastest batch wins.
 #  4. Processes that train together decide from the same costs, the maximum over all of them (`agreed_costs`). So all

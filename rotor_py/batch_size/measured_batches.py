@@ -154,7 +154,7 @@ class MeasuredBatches:
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Return the least seconds of forward, loss and backward by batch. Batches run in turns, so load slows all."""
+        """Return the least seconds of forward, loss and backward by batch. The batches take turns, for fairness."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():

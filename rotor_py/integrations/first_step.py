@@ -90,7 +90,7 @@ class FirstTrainingStep:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Run the program inside. Raises NoTrainingStepError if it ends without a training step or an error."""
-        # Register after the planner's hook, which counts the optimizer's state, so that `found` sees it counted.
+        # Register after the planner's hook, so that the plan passed to `found` counts the optimizer's state.
         hook = register_optimizer_step_pre_hook(self._about_to_step)
         try:
             with outermost_calls(self._called) as self._stop:
