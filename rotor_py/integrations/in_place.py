@@ -77,7 +77,7 @@ class InPlaceForward:
 class InPlace:
     """The plans that a callback or hook has made, and has to remove at the end.
 
-    `settings` are other arguments of `Checkpointable`. Raises ValueError and TypeError as it does.
+    `settings` are other arguments of `Checkpointable`, which raises ValueError or TypeError for invalid ones.
     """
 
     def __init__(self, mem_limit: float | str | None, settings: dict[str, Any]) -> None:

@@ -178,8 +178,8 @@ def verify(
             takes, which is planned first.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if omitted.
-        optimizer: steps in the steps whose peak is measured. Pass that of the `Checkpointable`, unless it steps in the
-            backward: then it is known, and parameters are compared instead of gradients.
+        optimizer: steps in the steps whose peak is measured. Pass the `Checkpointable`'s optimizer. If it steps in the
+            backward, it may be omitted, and parameters are compared instead of gradients.
         fresh_grads: whether gradients are freed between steps; None: as in the `Checkpointable`.
         others: sequences to follow instead of the plan.
         operations: take two more planned steps, for the time and memory of each operation.
