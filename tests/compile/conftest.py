@@ -2,12 +2,14 @@
 
 import importlib
 import warnings
+from collections.abc import Iterator
 
 import pytest
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from rotor_py import Checkpointable
+from rotor_py.compile import candidates
 from tests.compile.network import network, run_compiled
 
 
@@ -20,6 +22,16 @@ def compiler() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where a test calls torch.compile itself, torch warns of its own parts
         importlib.import_module("torch._inductor.compile_fx")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_candidates() -> Iterator[None]:
+    """Fewer partitions are weighed than in earnest: it only makes the steps between them coarser."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "_WORK", 20_000)
+        patch.setattr(candidates, "_FEWEST", 8)
+        patch.setattr(candidates, "_SLOTS", 60)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._dynamo.backends.common import AotAutograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import default_partition
+from torch._inductor.decomposition import select_decomp_table
 
 from rotor_py import Checkpointable
 from rotor_py.compile import compiled_stage
@@ -112,6 +116,17 @@ def whole(limit: int | str, loss: Any = loss, make: Any = Net, blocks: int = 2) 
 def _equally_long(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
     """Every operator takes as long as any other, so that recomputing fewer of them is faster."""
     return {node: replace(cost, seconds=1e-6, keeping=0.0) for node, cost in costs.items()}
+
+
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled graphs run their operators one by one: quicker, where a test is not about the code that is made."""
+
+    def compiled(graph: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
+        partition, table = config_patches.get("custom_partitioner_fn", default_partition), select_decomp_table()
+        options = {"fw_compiler": boxed_nop, "bw_compiler": boxed_nop, "decompositions": table}
+        return AotAutograd(**options, partition_fn=partition)(graph, inputs)
+
+    monkeypatch.setattr("rotor_profiling.torch_compat.compile_fx", compiled)
 
 
 class Compilations:

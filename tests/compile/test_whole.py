@@ -3,15 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import fx
-from torch._dynamo.backends.common import AotAutograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import default_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from rotor_py import Checkpointable
 from rotor_py.capture.variants import CompileBudget
@@ -30,6 +24,7 @@ from tests.compile.network import (
     same,
     share_of,
     whole,
+    without_inductor,
 )
 from tests.fields import logged
 
@@ -92,15 +87,9 @@ class Attempts:
             self.saved += [] if size in self.saved else [size]
             return int(shares[self.saved.index(size)] * room.available)
 
-        def compiled(graph: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
-            partition = config_patches.get("custom_partitioner_fn", default_partition)
-            table = select_decomp_table()
-            options = {"fw_compiler": boxed_nop, "bw_compiler": boxed_nop, "decompositions": table}
-            return AotAutograd(**options, partition_fn=partition)(graph, inputs)
-
         monkeypatch.setattr(CompileBudget, "taken", taken)
         monkeypatch.setattr("rotor_py.capture.variants._stage_by_stage", lambda *_: [])
-        monkeypatch.setattr("rotor_profiling.torch_compat.compile_fx", compiled)
+        without_inductor(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +136,7 @@ def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(
 def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    without_inductor(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(CompileBudget, "available", property(lambda room: 1))  # no partition fits
         found = whole("1GB", make=Wide)
@@ -163,6 +153,7 @@ def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(
 def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    without_inductor(monkeypatch)
     plain = Checkpointable(Wide(3), batch(ROWS), "1GB", loss=loss, fresh_grads=True, granularity=3)
     plain.compute_sequence()
     roomy = CompileBudget.partitioner
