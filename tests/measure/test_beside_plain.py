@@ -77,9 +77,10 @@ def hold(model: nn.Module) -> None:
     loss_of(output).backward()
 
 
-def peak(model: nn.Module, step: Any) -> int:
-    model.zero_grad()
-    return measured_peak(lambda: step(model), [*model.parameters(), *BATCH.values()], CPU)
+def peak(model: nn.Module, step: Any, *batch: torch.Tensor, fresh: bool = True) -> int:
+    model.zero_grad(set_to_none=fresh)
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    return measured_peak(lambda: step(model), [*model.parameters(), *grads, *(batch or BATCH.values())], CPU)
 
 
 def stored(planned: Checkpointable) -> Sequence:
@@ -161,11 +162,7 @@ def test_graph_breaks_cost_nothing(again: bool) -> None:
         output = network(value)
         square(output).backward()
 
-    def peak(network: nn.Module) -> int:
-        network.zero_grad()
-        return measured_peak(lambda: step(network), [*network.parameters(), value], CPU)
-
-    plain = peak(copy.deepcopy(model))
+    plain = peak(copy.deepcopy(model), step, value)
     planned = Checkpointable(model, fresh_grads=True, loss=square)
     planned.measure(value)
     least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(stored(planned))
@@ -173,7 +170,7 @@ def test_graph_breaks_cost_nothing(again: bool) -> None:
     for sequence in (planned.compute_sequence(least), stored(planned)):
         planned.sequence = sequence
         predicted = planned.budget.peak_bytes(sequence)
-        assert 0.97 * predicted <= peak(planned) <= predicted
+        assert 0.97 * predicted <= peak(planned, step, value) <= predicted
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(*Tower(64, 4).layers), lambda: Tower(64, 4)])
@@ -196,19 +193,16 @@ def test_the_sum_of_a_tied_weights_gradients_counts(fresh: bool) -> None:
     model.head.weight = model.embedding.weight
     del model.values  # without a gradient
 
-    def peak(network: nn.Module) -> int:
-        network.zero_grad(set_to_none=fresh)
-        grads = [each.grad for each in network.parameters() if each.grad is not None]
-        present = [*network.parameters(), *grads, words]
-        return measured_peak(lambda: loss_of(network(words, words)).backward(), present, CPU)
+    def step(network: nn.Module) -> None:
+        loss_of(network(words, words)).backward()
 
-    loss_of(model(words, words)).backward()
-    plain = peak(model)
+    step(model)
+    plain = peak(model, step, words, fresh=fresh)
     planned = Checkpointable(model, (words, words), fresh_grads=fresh)
     for sequence in (planned.compute_sequence(planned.budget.least_bytes()), stored(planned)):
         planned.sequence = sequence
         predicted = planned.budget.peak_bytes(sequence)
-        assert peak(planned) <= predicted <= 1.02 * plain
+        assert peak(planned, step, words, fresh=fresh) <= predicted <= 1.02 * plain
 
 
 class Normed(nn.Module):
@@ -241,17 +235,14 @@ def test_what_a_forward_leaves_in_an_attribute_counts(kind: type[nn.Module]) -> 
     torch.manual_seed(0)
     model, value = nn.Sequential(*(kind() for _ in range(4))), torch.randn(256, 64)
 
-    def peak(network: nn.Module) -> int:
-        for _ in range(2):
-            network.zero_grad()
-            found = measured_peak(lambda: square(network(value)).backward(), [*network.parameters(), value], CPU)
-        return found
+    def peak_of(network: nn.Module) -> int:
+        return [peak(network, lambda each: square(each(value)).backward(), value) for _ in range(2)][1]
 
-    plain = peak(model)
+    plain = peak_of(model)
     planned = Checkpointable(model, value, fresh_grads=True, loss=square)
     least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(stored(planned))
     assert least <= plain + FIRST_GRADIENTS
     assert plain <= whole <= plain + FIRST_GRADIENTS + value.nbytes  # the output may be held
     for sequence in (planned.compute_sequence(least), stored(planned)):
         planned.sequence = sequence
-        assert peak(planned) <= planned.budget.peak_bytes(sequence)
+        assert peak_of(planned) <= planned.budget.peak_bytes(sequence)
