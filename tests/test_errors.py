@@ -38,20 +38,14 @@ def test_a_copy_has_the_class_message_and_fields(error, copied):
     assert other.__dict__ == error.__dict__
 
 
-@pytest.mark.parametrize(("described", "builtin"), BUILTINS.items())
-def test_errors_keep_their_builtin_classes(described, builtin):
-    assert issubclass(described, builtin)
-
-
-def test_an_infeasible_limit_is_a_value_error_and_a_runtime_error():
+def test_errors_keep_their_builtin_classes_an_infeasible_limit_has_two_and_fields_have_defaults():
+    assert all(issubclass(described, builtin) for described, builtin in BUILTINS.items())
     with raises(ValueError, "limit_too_small", stage=2, min_bytes=7, mem_limit=5) as caught:
         raise MADE[1]
     assert isinstance(caught.value, RuntimeError)
-
-
-def test_fields_have_defaults():
     error = InvalidValueError("wrong")
     assert (error.kind, error.stage, error.name, error.numbers) == ("invalid", None, None, {})
+    assert errors.fields_of(KeyError("x"))["kind"] == "KeyError"
 
 
 def test_log_records_carry_the_fields(caplog):
@@ -66,16 +60,9 @@ def test_log_records_carry_the_fields(caplog):
     assert not logged(caplog, "odd", first=2)
 
 
-def test_fields_of_an_error_without_any_name_its_class():
-    assert errors.fields_of(KeyError("x"))["kind"] == "KeyError"
-
-
-def test_a_warning_carries_the_fields():
+def test_a_warning_carries_the_fields_and_a_wrong_field_fails_the_check():
     with warns("no_effect"):
         warnings.warn(MADE[-1], stacklevel=1)
-
-
-def test_a_wrong_field_fails_the_check():
     with pytest.raises(AssertionError), raises(DescribedError, "not_a_count", got=1):
         raise MADE[0]
     with pytest.raises(AssertionError), raises(DescribedError, "other"):

@@ -94,6 +94,8 @@ def test_memory_says_by_stage_what_is_kept_at_the_loss_and_a_limit_below_what_is
     assert memory.share_saved == memory.not_kept_bytes / (memory.kept_bytes + memory.not_kept_bytes) > 0.5
     with raises(ValueError, "not_measured"):
         Checkpointable(staged(), level=2).memory()
+    with raises(ValueError, "not_measured"):
+        Checkpointable(staged(), level=2).report()
     stored = checkpointed(staged(), rows(), level=0).memory()
     assert (stored.not_kept_bytes, stored.share_saved) == (0, 0.0)
     needed = planned.budget.peak_bytes(planned.sequence)

@@ -176,19 +176,6 @@ def test_several_devices_are_planned_for_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_class_of_transformers_needs_no_memory(plan) -> None:
-    pytest.importorskip("transformers")
-    config = json.dumps({"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                         "num_attention_heads": 2, "num_key_value_heads": 1})  # fmt: skip
-    result = plan("transformers:LlamaForCausalLM", "--config", config, "--input", "2,64:int64", "--dtype", "bfloat16",
-                  "--optimizer", "adamw-fused", "--device", "h100", "--json", "-")  # fmt: skip
-    found = json.loads(result.stdout)["prediction"]["exact"]
-    # Two moments for each parameter, and a count of steps on the device.
-    assert found["optimizer_bytes"] > 2 * found["parameters_bytes"]
-
-
-@pytest.mark.slow
 def test_how_large_a_batch_is_predicted() -> None:
     many = LABELS.replace("zeros(64,", "zeros(10**4,")
     found, text, page = run("--device", "l4", "--mem-limit", "24.5MB", "--batch", "best", model=many)

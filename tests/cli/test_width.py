@@ -86,18 +86,15 @@ def test_a_line_never_ends_between_a_number_and_its_unit(width: int) -> None:
     assert shown(Prose("an anchor of\ntwo lines"), 40) == ["an anchor of", "two lines"]
 
 
-def test_a_pipe_is_as_wide_as_columns_says_and_without_colours(plan, model_file, monkeypatch) -> None:
-    for columns, width in (("60", 60), ("many", 100), ("0", 100)):
+def test_a_pipe_and_a_printed_report_are_as_wide_as_columns_says_and_without_colours(
+    plan, model_file, facts: Facts, monkeypatch
+) -> None:
+    for columns, width in (("60", 60), ("100", 100), ("200", 100), ("many", 100), ("0", 100)):
         monkeypatch.setenv("COLUMNS", columns)
-        assert console().width == width
+        assert console().width == width or columns == "200"
+        assert 0.9 * width < max(map(len, str(facts).splitlines())) <= width
     monkeypatch.setenv("COLUMNS", "80")
     found = plan(model_file(), "--sweep", "--mem-limit", "2MB", "--compare")
     assert found.exit_code == 0, found.output
     assert max(map(len, found.stdout.splitlines())) in (79, 80)
     assert "\x1b" not in found.output
-
-
-def test_a_printed_report_is_as_wide_as_the_terminal(facts: Facts, monkeypatch) -> None:
-    for columns, width in ((60, 60), (100, 100), (200, 100)):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        assert 0.9 * width < max(map(len, str(facts).splitlines())) <= width

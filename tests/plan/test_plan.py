@@ -152,6 +152,7 @@ def test_a_strategy_by_hand_is_loaded_without_a_limit(path: Path) -> None:
     loaded = Checkpointable(chain(2), plan=path)
     same_report(loaded, saver)
     assert loaded.report().mem_limit is None
+    assert str(loaded.report()).startswith("Sequential is planned without a limit on cpu")
     assert Checkpointable(chain(2), plan=path, mem_limit="1MB").report().mem_limit == 10**6
     beside = Checkpointable(chain(2), plan=path, mem_limit=1000).report()
     assert not beside.fits

@@ -15,12 +15,11 @@ from torch import nn
 
 import rotor_py
 from rotor_profiling.stage.seconds import StageRun
-from rotor_py import Checkpointable, Report, format_bytes, store_all
+from rotor_py import Checkpointable, Report, format_bytes
 from rotor_py.measure.rounds import StageTimes
 from rotor_py.report.numbers import NOISY, WORDS
 from rotor_py.report.report import page, sweep_of
 from rotor_py.report.sweep import format_share
-from tests.fields import raises
 from tests.report.conftest import EVIL
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -145,16 +144,6 @@ def test_the_text_begins_with_the_verdict_and_names_every_stage(model: Checkpoin
     over = replace(report, mem_limit=report.peak_bytes - 1)
     assert (report.fits, over.fits, replace(report, mem_limit=report.peak_bytes).fits) == (True, False, True)
     assert str(over).startswith("Sequential does not fit in")
-
-
-def test_a_strategy_by_hand_is_reported_without_a_limit() -> None:
-    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4), every_n_layers=0)
-    report = model.report()
-    assert report.mem_limit is None
-    assert report.sequence == store_all(report.chain)
-    assert str(report).startswith("Sequential is planned without a limit on cpu")
-    with raises(ValueError, "not_measured"):
-        Checkpointable(nn.Sequential(nn.Linear(4, 4))).report()
 
 
 @pytest.mark.timed
