@@ -54,11 +54,11 @@ class Change:
     version: int | None = None
 
     @property
-    def lost(self) -> bool:
+    def overwritten(self) -> bool:
         """Whether the former values of a tensor have been overwritten without a copy."""
         return self.values is None and self.version is not None and self.value._version != self.version
 
-    def find_as_before(self) -> None:
+    def restore_for_recompute(self) -> None:
         """Restore the former state for a recomputation, which may write to it: so a tensor is restored as a copy."""
         self._set(self.value if self.values is None else self.values.clone())
 
@@ -70,7 +70,7 @@ class Change:
         self._set(self.value)
 
     @property
-    def made(self) -> bool:
+    def was_empty(self) -> bool:
         """Whether the attribute was missing or None before."""
         return self.value is None or self.value is _MISSING
 
@@ -119,7 +119,7 @@ class Attributes:
         Without `caches`, keeps caches: attributes that were missing or None before and that no run changed again.
         """
         for change in self.changes():
-            if caches or not change.made or change.name in _changing[change.module]:
+            if caches or not change.was_empty or change.name in _changing[change.module]:
                 change.put_back()
 
 

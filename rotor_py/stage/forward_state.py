@@ -158,10 +158,10 @@ class Surroundings:
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
             undo.append(Attributes(function).put_back)  # recorded before the next lines set attributes
             for change in self.changes():
-                if change.lost:
+                if change.overwritten:
                     was, now = f"at version {change.version}", f"at version {change.value._version}"
                     raise StageChangedError(self.name, f"{change.name} of a {type(change.module).__name__}", was, now)
-                change.find_as_before()
+                change.restore_for_recompute()
             if self.random is not None:
                 # After the recomputation, the random stream continues as if there had been none.
                 undo.append(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)

@@ -84,7 +84,7 @@ def test_a_recomputation_finds_everything_as_the_run_before_it_found_it() -> Non
     for _ in range(2):  # as often as it is recomputed
         with attributes_kept(layer):
             for change in changes:
-                change.find_as_before()
+                change.restore_for_recompute()
             assert torch.equal(layer(torch.ones(2)), first)
             assert present(layer) == after
         assert present(layer) == after
