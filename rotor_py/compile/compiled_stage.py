@@ -151,7 +151,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self.plain = plain
         self._name = name
         self._compiler = compiler
-        # Codes by input shapes, then by storage mode. None is the mode without a name.
+        # Codes by input shapes, then by storage mode. The mode None has the partition of `partitioner`.
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:

@@ -98,8 +98,8 @@ class GraphWatch:
 
 
 # Inductor fuses operators and allocates buffers, so the peak of its code is known only after a run. If the first step
-# exceeds the budget, the graph is recompiled before the next one, with smaller fusions, since large ones hold values of
-# several layers at once, and with a partition that needs less by the excess. The code of smaller peak stays in use.
+# exceeds the budget, the graph is recompiled before the next one: with smaller fusions, since large ones hold values of
+# several layers at once, and for a budget reduced by the excess. The code with the smaller peak stays in use.
 
 
 class WatchedInductor(torch_compat.TorchCompileInductorWrapper):

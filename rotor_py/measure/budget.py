@@ -128,7 +128,7 @@ class Budget:
         return replace(found, kept=found.kept + more, left=found.left + more, peak=found.peak + more)
 
     def bytes_together(self, forwards: list[Footprint]) -> int:
-        """Return the peak bytes while these forwards are in flight, over all times."""
+        """Return the peak bytes of a step with these forwards in flight."""
         return self.fixed.total - self.held_beside + max(peaks_of(forwards, self.backward_order))
 
     def _snapshot(self, sequence: Sequence) -> int:

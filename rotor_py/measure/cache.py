@@ -105,7 +105,7 @@ _NAMESPACES = ("aten", "prims")
 
 
 class UnstableKeyError(Exception):
-    """Raised if a key means something only in this process: it has a user's function, or an object without a value."""
+    """Raised if a key is valid only in this process: it has a user's function, or an object compared by identity."""
 
 
 def digest_of(key: Hashable) -> str:

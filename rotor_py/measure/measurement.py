@@ -131,7 +131,7 @@ class Measurement:
 
     @property
     def fewer_bits(self) -> str | None:
-        """The value of `keep=` that names the lowest precision of any storage mode; None if all modes are exact."""
+        """The value of `keep=` for the first inexact storage mode of any stage; None if all modes are exact."""
         return word_of(name for names in self.way_names for name in names)
 
     def chain(self, *, fresh_gradients: bool, forwards: int = 1) -> Chain:

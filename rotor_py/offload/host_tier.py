@@ -36,7 +36,7 @@ class HostTier(Tier):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             message = (
-                "use offload='file:/path' for a model on the CPU: offload='host' needs a CUDA device, and found none"
+                "use offload='file:/path' for a model on the CPU: offload='host' needs a CUDA device, and there is none"
             )
             raise OffloadError(message, kind="no_cuda", name="host")
         self.buffers = PinnedBuffers()

@@ -82,7 +82,7 @@ def read_graph(
     while True:
         places = marks.places if marks else {}
         facts = _Reader(GraphFacts(sizes, marks), buffers, late, ahead, places).read(graph_module, inputs)
-        # A stage must not write into a result of the context, since a recomputation would write again: make it there.
+        # Move results of the context that a stage writes into to the body: recomputed, the stage would write again.
         written = {node for node in facts.context if memory_root(node) in facts.written} - ahead
         # Nor into a tensor from before a graph break: move all nodes up to the last such write into the context.
         made_before = [node for node in facts.given if not is_the_callers(node)]
@@ -146,7 +146,7 @@ class _Reader:
     def _read_operator(self, node: fx.Node) -> None:
         facts = self.facts
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
-            # Record modes for each node instead of this node: a stage that begins inside a region must enter it.
+            # Record the modes of each node, and drop this one: a stage that begins inside a region must enter it itself.
             self.modes = _switched(self.modes, node)
         elif self._is_early(node):
             self.early.add(node)
