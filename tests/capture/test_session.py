@@ -137,7 +137,7 @@ class Unscaled(Skips):
         return super().forward(value) * other
 
 
-@pytest.mark.skipif(not captured_forward._alone, reason="needs a torch that keeps captures apart")
+@pytest.mark.skipif(not captured_forward._extra, reason="needs a torch with isolate_recompiles")
 def test_models_of_other_kinds_that_share_functions_are_captured_one_after_the_other() -> None:
     value = torch.randn(4, 16)
     for other in (torch.randn(4, 16), torch.randn(4, 16).double()):

@@ -146,7 +146,7 @@ class _Reader:
     def _read_operator(self, node: fx.Node) -> None:
         facts = self.facts
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
-            # Record the modes of each node, and drop this one: a stage that begins inside a region must enter it itself.
+            # Record the modes of each node, not this one: a stage that begins inside a region must enter it itself.
             self.modes = _switched(self.modes, node)
         elif self._is_early(node):
             self.early.add(node)
