@@ -256,7 +256,7 @@ class _Heterogeneous:
             unit *= 2
         self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
         self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
-        # An interval that needs more than the last slot also has a time, as operations that free memory may reach it.
+        # Operations may free memory beyond the last slot, so that intervals that need more than this slot have a time.
         self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
         self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
         for row in self.rows:

@@ -190,7 +190,7 @@ def _bytes_of(
     # Silent outputs count as saved only if the graph keeps them.
     dropped = min(silent_bytes, max(0, -phases["dropping"].kept)) if "dropping" in phases else silent_bytes
     saved = max(0, max(forward.kept, attach.kept) - apart - dropped)
-    # The solver adds the gradients of output and input, which have the same sizes as these.
+    # The bytes of the gradients of output and input: subtracted below, since the solver adds them itself.
     both = activation + context.input_bytes
     return StageBytes(
         activation_bytes=activation,

@@ -137,7 +137,7 @@ def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
         return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
-# Protocols of the executor, whose code measurements call. This package cannot import it, as the executor imports it.
+# Protocols that the executor implements. Measurements call its code, but cannot import it: it imports this package.
 
 
 @contextmanager

@@ -242,9 +242,9 @@ def with_weights_put_off(part: Chain) -> Chain:
 class DividedLimits:
     """Limits of parts: `limits` in bytes by rank, `fixed` in bytes by stage; `buffers` counts communication buffers.
 
-    If a rank has several parts, its limit is divided. After average fixed bytes, a share `working` of the rest is for
-    the running microbatch, whichever part it runs through. Each part gets the fixed bytes of an average part, and a
-    share of the remaining bytes in proportion to its microbatches in flight.
+    If a rank has several parts, its limit is divided. Each part gets the fixed bytes of an average part. Of the rest, a
+    share `working` is for the running microbatch, whichever part it runs through; the parts divide the remaining bytes
+    in proportion to their microbatches in flight.
     """
 
     schedule: Schedule
