@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
-from rotor_solver import store_all
+from tests.checkpointable.steps import between
 from tests.distributed import steps
 from tests.distributed.processes import device, here, kept, least_peak, logs, present_bytes, random_state
 
@@ -112,9 +112,7 @@ class Pipeline:
     def _planned(self, model: nn.Module, index: int, share: float) -> Checkpointable:
         planned = Checkpointable(model)
         planned.measure(torch.randn(SAMPLES, WIDTH, requires_grad=index > 0))
-        assert planned.budget is not None
-        least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
-        planned.compute_sequence(least + int(share * (most - least)))
+        planned.compute_sequence(between(planned, share))
         return planned
 
     def batch(self, step: int) -> list[torch.Tensor]:
@@ -191,9 +189,8 @@ def planned_for_flight(rank: int, name: str, kind: str, share: float, whole: boo
             watch=False,
         )
         model.measure(sample.clone().requires_grad_(not stage.is_first))
+        sequence = model.compute_sequence(between(model, share))
         assert model.budget is not None
-        least, most = model.budget.least_bytes(), model.budget.peak_bytes(store_all(model.budget.chain))
-        sequence = model.compute_sequence(least + int(share * (most - least)))
         buffers = buffer_bytes(pipeline.schedule, stage, sample, sample)
         allowed += model.mem_limit + buffers  # type: ignore[operator] # bytes
         predicted += model.budget.peak_bytes(sequence) + buffers

@@ -13,7 +13,7 @@ from torch.optim import Adam, Optimizer
 from rotor_profiling import tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable
-from rotor_solver import store_all
+from tests.checkpointable import steps as single
 from tests.distributed.processes import here, kept, least_peak, random_state
 
 Numbers = dict[str, torch.Tensor]
@@ -68,9 +68,7 @@ def different(found: Numbers, expected: Numbers) -> list[str]:
 
 def between(planned: Checkpointable, share: float) -> int:
     """So much of the way from the least possible to storing everything, the largest of any process."""
-    assert planned.budget is not None
-    least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
-    found = torch.tensor(least + int(share * (most - least)))
+    found = torch.tensor(single.between(planned, share))
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found)
 

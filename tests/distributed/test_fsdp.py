@@ -242,7 +242,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
     ("kind", "options", "share", "in_region", "gathers"),
     [
         ("skips", "plain", 0.1, True, False),
-        ("layers", "kept", 0.7, False, False),
+        pytest.param("layers", "kept", 0.7, False, False, marks=slow),
         # Values are made from what another group gathers.
         pytest.param("skips in parts", "plain", 0.5, True, True, marks=slow),
     ],

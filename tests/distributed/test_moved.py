@@ -13,34 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_py import Checkpointable
 from rotor_py.errors import OffloadError
 from rotor_py.offload import open_tier as tiers
+from tests.capture.test_partial_saving import Stack
 from tests.distributed import steps
 from tests.distributed.processes import Processes, least_peak
+from tests.training.stepping import Block
 
 ROWS, WIDTH = 256, 64
-
-
-class Wide(nn.Module):
-    """Most of what it saves can leave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.dropout(self.up(x).tanh().exp(), 0.1))
-
-
-class Captured(nn.Module):
-    """No chain of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Wide() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -49,7 +27,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 def made() -> nn.Module:
     torch.manual_seed(0)
-    return Captured()
+    return Stack(*(Block(WIDTH) for _ in range(3)))
 
 
 def batch(rank: int) -> torch.Tensor:
