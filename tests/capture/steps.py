@@ -37,8 +37,8 @@ def limits(planned: Checkpointable) -> tuple[int, int]:
     return planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
 
 def compare(planned: Checkpointable, plain: nn.Module, inputs: dict[str, Any], loss: Loss, steps: int = 2) -> int:

@@ -81,6 +81,7 @@ def test_modes_random_numbers_buffers_and_in_place_operators_are_as_in_plain_tra
 
 
 def test_stages_are_named_after_modules_share_what_has_no_gradient_and_return_the_models_output() -> None:
+    """Whoever watches them is told of each, and a step leaves nothing in the context of the thread."""
     planned, plain, inputs = planned_tower(mem_limit="1GB")
     at = planned.names.index("blocks.2")
     assert planned.names[-1] == "norm"
@@ -96,6 +97,17 @@ def test_stages_are_named_after_modules_share_what_has_no_gradient_and_return_th
     assert planned.table is planned.model.table
     assert planned.state_dict().keys() == plain.state_dict().keys()
     assert len(planned_tower(granularity=3)[0].names) <= 3
+    told: list[str] = []
+    with watched(lambda doing, name, begins: told.append(name) if begins and doing == "forward" else None):
+        tower_loss(planned(**inputs)).backward()
+    assert told == planned.names
+
+    def variables() -> int:
+        tower_loss(planned(**inputs)).backward()
+        return len(contextvars.copy_context())
+
+    variables()
+    assert len({variables() for _ in range(2)}) == 1
 
 
 class Partly(nn.Module):
@@ -151,7 +163,7 @@ class Mixed(nn.Module):
 
 
 def test_stages_that_are_stored_run_as_one_as_in_plain_training_with_tensors_put_in_place_of_parameters(monkeypatch):
-    model, inputs = Mixed(), {"x": torch.randn(16, 12, 24), "scale": torch.rand(16, 12, 24)}
+    model, inputs = Mixed(), {"x": torch.randn(64, 3, 24), "scale": torch.rand(64, 3, 24)}
     planned, plain = Checkpointable(model, loss=square, fresh_grads=True), copy.deepcopy(model)
     planned.measure(inputs)
     called, run = list[str](), StageRunner.forward  # the stages that are run one by one in the graph around them
@@ -175,21 +187,6 @@ def test_stages_that_are_stored_run_as_one_as_in_plain_training_with_tensors_put
 def test_layers_that_do_nothing_are_run_too() -> None:
     network = Checkpointable(nn.Sequential(nn.Sequential(), nn.Sequential(), nn.Linear(4, 4)), mem_limit="1GB")
     network(torch.randn(2, 4)).sum().backward()
-
-
-def test_whoever_watches_stages_is_told_of_each_and_a_step_leaves_nothing_in_the_context_of_the_thread() -> None:
-    planned, _, inputs = planned_tower(mem_limit="1GB")
-    told: list[str] = []
-    with watched(lambda doing, name, begins: told.append(name) if begins and doing == "forward" else None):
-        tower_loss(planned(**inputs)).backward()
-    assert told == planned.names
-
-    def variables() -> int:
-        tower_loss(planned(**inputs)).backward()
-        return len(contextvars.copy_context())
-
-    variables()
-    assert len({variables() for _ in range(2)}) == 1
 
 
 class Refusing(Skips):
@@ -280,18 +277,17 @@ class Logging(nn.Module):
         return value, found
 
 
-@pytest.mark.parametrize("kind", ["logged", "loss"])
-def test_a_number_of_each_layer_forbids_no_cut(kind: str) -> None:
+def test_a_number_of_each_layer_forbids_no_cut() -> None:
     def loss(output: Any) -> torch.Tensor:
         value, found = output
         return value.square().mean() + sum(each for each in found if each.requires_grad)
 
     batch, least = {"value": torch.randn(512, 32)}, {}
-    for each in ("none", kind):
+    for each in ("none", "logged", "loss"):
         torch.manual_seed(0)
         planned, plain = Checkpointable(Logging(each), batch, loss=loss, fresh_grads=True), Logging(each)
         plain.load_state_dict(planned.state_dict())
         least[each] = planned.budget.least_bytes()
         planned.compute_sequence(least[each])
         compare(planned, plain, batch, loss)
-    assert least[kind] <= 1.2 * least["none"]
+    assert max(least["logged"], least["loss"]) <= 1.2 * least["none"]

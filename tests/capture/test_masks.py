@@ -128,9 +128,7 @@ def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
     assert sum(saved) <= 1.02 * eager
 
 
-def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(
-    caplog: Any,
-) -> None:
+def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(caplog: Any) -> None:
     functions = "prepare_padding_mask", "find_packed_sequence_indices"
     before = [getattr(masking_utils, name) for name in functions]
     planned = Checkpointable(model := llama(), words(mask=True), mem_limit="1GB")
@@ -234,6 +232,7 @@ def test_a_batch_with_padding_that_was_refused_says_nothing_of_one_without() -> 
                 plans._raise_if_refused(replace(spec, answers=asked))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_unet_trains_inside_a_limit_with_the_same_numbers() -> None:
     """`benchmarks/guard.py` trains all other models of this kind."""

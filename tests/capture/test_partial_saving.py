@@ -289,14 +289,14 @@ def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
 
 def test_a_plan_and_its_file_serve_smaller_inputs_for_which_their_ways_would_not_have_been_found(tmp_path, caplog):
     """For few rows attention costs little, so that nobody would make the products before it again to keep it."""
-    planned, batch = captured(LongAttention(), LongAttention(), rows=384)
+    planned, batch = captured(LongAttention(), rows=384)
     planned.mem_limit = 10**9
     planned.sequence = before = in_part(planned)
     assert any("products again" in way for stage in planned.functions for way in stage.ways())
     plain = Stack(*planned.model.layers)
     planned.save_plan(tmp_path / "plan.json")
     model = Stack(*copy.deepcopy(plain.layers)).train()
-    options = {"loss": square, "optimizer": adamw(model), "fresh_grads": True, "granularity": 2}
+    options = {"loss": square, "optimizer": adamw(model), "fresh_grads": True, "granularity": 1}
     loaded = Checkpointable(model, plan=tmp_path / "plan.json", **options)
     assert "stored in part" in str(loaded.report())
     with caplog.at_level("WARNING", "rotor_py"):

@@ -164,9 +164,9 @@ def test_lengths_beyond_the_most_graphs_of_a_model_are_planned_for_too(captured,
         monkeypatch.setattr(module, "MOST_GRAPHS", 2)
     planned, plain = planned_and_plain(Asking(), rows(8, 30))
     planned.mem_limit = "1GB"
-    for length in range(31, 38):
+    for length in range(31, 35):
         assert_trains_like(planned, plain, rows(8, length))
-    assert len(captured) >= 8
+    assert len(captured) >= 5
 
 
 class Repeating(nn.Module):
