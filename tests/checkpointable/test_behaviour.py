@@ -1,7 +1,6 @@
 """`Checkpointable` as people use it: it is the model, it plans when it has to, and measuring changes nothing."""
 
 import copy
-import gc
 import pickle
 import random
 import weakref
@@ -18,7 +17,16 @@ from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
 from rotor_py.measure.budget import recomputes
 from rotor_py.measure.planning_lock import planning
 from rotor_solver import Persistent, RecomputeAll, StoreAll, recompute_all, store_all
-from tests.checkpointable.steps import between, blocks, images, planned_at, same_gradients, square, step_peak
+from tests.checkpointable.steps import (
+    between,
+    blocks,
+    images,
+    planned_at,
+    same_gradients,
+    square,
+    step_peak,
+    without_collector,
+)
 from tests.execute.sequences import everything_again
 from tests.execute.training import assert_same, steps
 from tests.execute.zoo import moving_buffers
@@ -243,16 +251,12 @@ def test_a_refused_limit_holds_nothing_once_its_error_is_gone(
 ) -> None:
     planned = Checkpointable(blocks(2, 8), mem_limit="500kB", loss=square, fresh_grads=fresh)
     planned.measure(images(1, 8))
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         with pytest.raises(InfeasibleError) as caught:
             refused(planned)
         held = weakref.ref(caught.value)  # its traceback holds the frames of the caller, with the batch
         del caught
         assert held() is None
-    finally:
-        gc.enable()
 
 
 def test_bad_limits_optimizers_and_models_that_cannot_be_cut_are_refused_in_words() -> None:

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling.step import measured_peak
 from rotor_py import Checkpointable
+from tests.checkpointable.steps import between
 from tests.execute.test_moving import same, settle
+from tests.training.test_offload import tier_of
 
 WIDTH, ROWS = 64, 256
 SHARE = 0.3
@@ -119,9 +121,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     def plan(model: nn.Module) -> Checkpointable:
         options: dict[str, Any] = {"fresh_grads": True, "watch": False, "cache": False, "offload": f"file:{tmp_path}"}
         found = Checkpointable(model, batch(), 10**9, loss=loss_of, **options)
-        report = found.report()
-        least = report.budget.least_bytes()
-        found.compute_sequence(int(least + SHARE * (report.store_all_bytes - least)))
+        found.compute_sequence(between(found, SHARE))
         assert found.sequence.moves is not None
         return found
 
@@ -137,10 +137,6 @@ def test_stages_that_save_oddly_are_exact_and_inside_the_limit(kind: str, planne
     peak = measured_peak(lambda: loss_of(model(value)).backward(), [*model.parameters(), value], torch.device("cpu"))
     assert peak <= model.report().peak_bytes <= int(model.mem_limit)  # type: ignore[arg-type] # it is in bytes
     assert tier_of(model).held_bytes == 0
-
-
-def tier_of(model: Checkpointable) -> Any:
-    return model._planner.model.tier
 
 
 def twice(loss: torch.Tensor, retain: bool = True) -> None:

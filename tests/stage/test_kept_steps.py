@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from rotor_py import Checkpointable, PlanMismatchError
 from rotor_py.stage.compression import word_of
 from rotor_solver import ForwardEnable, Sequence
-from tests.capture.steps import adamw, compare, limits
+from tests.capture.steps import adamw, compare
 from tests.capture.test_partial_saving import WIDTH, Attention, Gated, NewGelu, Stack
-from tests.checkpointable.steps import square
+from tests.checkpointable.steps import between, square
 from tests.fields import raises
 
 
@@ -95,9 +95,7 @@ def stored_by(planned: Checkpointable, wanted: Callable[[str], bool], limit: int
 @pytest.mark.parametrize("make", [chain, captured, signs])
 def test_packed_stages_train_bit_for_bit_inside_the_predicted_peak(make: Callable[[], Any]) -> None:
     planned, plain, batch = measured(make)
-    least, whole = limits(planned)
-    limit = int(least + 0.3 * (whole - least))
-    assert stored_by(planned, lambda name: name.endswith("packed"), limit) >= 2
+    assert stored_by(planned, lambda name: name.endswith("packed"), between(planned, 0.3)) >= 2
     predicted = planned.budget.peak_bytes(planned.sequence)  # type: ignore[arg-type]  # it is there
     peak = compare(planned, plain, batch, square)
     assert 0.97 * predicted <= peak <= predicted
@@ -148,7 +146,7 @@ def test_fewer_bits_leave_the_forward_exact_and_the_gradients_close(word: str, m
 
 
 def test_nothing_is_rounded_unless_it_is_asked_for(tmp_path: Path) -> None:
-    planned, _, batch = measured(captured, keep="bf16")
+    planned, _, batch = measured(chain, keep="bf16")
     assert word_of(name for names in planned.inspection_values.way_names for name in names) == "bf16"
     stored_by(planned, lambda name: name == "in bf16")
     planned.save_plan(tmp_path / "plan.json")

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -127,15 +128,21 @@ class Block(nn.Module):
         raise AssertionError
 
 
-@pytest.mark.parametrize(("ending", "skips"), {"dropout": 1, "matmul": 1, "in place": 0, "square": 0}.items())
-def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, skips: int) -> None:
-    plain = Stack(*(Block(ending) for _ in range(4)))
-    planned = Checkpointable(copy.deepcopy(plain), loss=square, granularity=4)
-    batch = torch.randn(64, 8, requires_grad=True)
-    planned.measure(batch)
-    stages = planned.functions[1:]  # the first may end inside a block
-    assert [forward_skipping_output(function) is not None for function in stages] == [bool(skips)] * len(stages)
+@cache
+def captured() -> Checkpointable:
+    """Blocks with each ending; measured, for as many recomputations as there can be."""
+    blocks = Stack(*map(Block, ("dropout", "dropout", "matmul", "in place", "square")))
+    nn.init.ones_(blocks.layers[1].wide.weight)
+    planned = Checkpointable(blocks, loss=square, granularity=5)
+    planned.measure(torch.randn(64, 8, requires_grad=True))
     planned.compute_sequence(planned.budget.least_bytes())
+    return planned
+
+
+def test_captured_stages_skip_what_goes_into_their_output_alone() -> None:
+    planned, batch = captured(), torch.randn(64, 8, requires_grad=True)
+    plain, stages = copy.deepcopy(planned.model), planned.functions[1:]  # the first may end inside a block
+    assert [forward_skipping_output(function) is not None for function in stages] == [True, True, False, False]
     found = []
     for network in (planned, plain):
         torch.manual_seed(3)
@@ -147,16 +154,14 @@ def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, ski
 
 
 def test_an_error_in_what_is_left_of_a_captured_stage_names_its_line() -> None:
-    planned = Checkpointable(Stack(*(Block("dropout") for _ in range(4))), loss=square, granularity=4)
-    batch = torch.randn(64, 8)
-    nn.init.ones_(planned.model.layers[1].wide.weight)
-    planned.measure(batch)
-    planned.compute_sequence(planned.budget.least_bytes())
-    output = planned(batch)
+    planned = captured()
+    output = planned(torch.randn(64, 8, requires_grad=True))
     weight = planned.model.layers[1].wide.weight
-    weight.data = weight.data.view(-1)[:8].view(1, 8)  # no other address, and all values are the same
+    whole = weight.data
+    weight.data = whole.view(-1)[:8].view(1, 8)  # no other address, and all values are the same
     with pytest.raises(RuntimeError) as caught:
         square(output).backward()
+    weight.data = whole
     notes = "\n".join(caught.value.__notes__)
     assert "in the recomputation of stage 'layers." in notes
     assert "self.wide(self.norm(value))" in notes

@@ -125,15 +125,12 @@ def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(tm
     monkeypatch.setattr(Settings, "_keepers", lambda self: ())
     with raises(ValueError, "unknown_way"):
         loaded()(x=batch)
-
-
-def test_a_way_in_a_file_has_a_name_and_a_cost() -> None:
-    planned, _ = captured(Gated(), Gated())
+    # A way in a file has a name and a cost.
     data = json.loads(json.dumps(PlanCosts(planned.inspection_values, planned.budget).as_data()))
     whole = next(way for ways in data["ways"] for way in ways)
     odd: list[Any] = [{**whole, "name": 3}, {**whole, "name": ""}, {"name": "in part"}, [], None]
     for way, field in zip(odd, ("name", "ways", "cost", "ways", "ways"), strict=True):
-        data["ways"] = [[way]] * len(planned.inspection_values.names)
+        data["ways"] = [[way]] * len(names)
         with raises(ValueError, "bad_field", name=field):
             PlanCosts.from_data(data, planned.inspection_values.names, fresh_gradients=True)
 
