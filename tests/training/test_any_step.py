@@ -307,7 +307,7 @@ def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps
 
 
 # Smaller ones save too little for a file.
-@pytest.mark.parametrize(("name", "size"), [("chain", 8), ("file", 12)])
+@pytest.mark.parametrize(("name", "size"), [("chain", 8), pytest.param("file", 12, marks=pytest.mark.slow)])
 def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(name: str, size: int, monkeypatch) -> None:
     monkeypatch.setattr(soak, "SIZE", size)
     found = soak.soak(name, steps=18, every=3)

@@ -1,6 +1,7 @@
 """Layers that keep something in plain attributes train as they do without a plan."""
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ from tests.capture.steps import assert_same_step
 from tests.checkpointable.steps import Residual, between, square, step_peak
 from tests.fields import logged, raises
 from tests.training.loop import Training, differences, planned
-from tests.training.mixtures import CHOSEN, EXPERTS, WIDTH, Mixture, start_again
 from tests.training.test_concurrent import KINDS, made
 
 
@@ -124,20 +124,82 @@ def test_a_gradient_that_leaves_by_an_attribute_is_warned_of(caplog: pytest.LogC
 def test_steps_have_the_bits_of_plain_training_and_a_checkpoint_of_either_side_is_resumed_by_either(kind, tmp_path):
     """Also by a model that is planned only after it has read the checkpoint."""
     model, ours, theirs = made(kind), tmp_path / "ours.pt", tmp_path / "theirs.pt"
-    plain = Training(copy.deepcopy(model)).run(7)
+    plain = Training(copy.deepcopy(model)).run(3)
     plain.save(theirs)
-    expected = plain.run(7).everything()
+    expected = plain.run(3).everything()
     assert any("running_mean" in key for key in expected)
     assert any("exp_avg_sq" in key for key in expected)
     network = planned(model)
     forwards = [each for each in network.sequence if not isinstance(each, Loss | Backward)]
     assert len(forwards) > 1.5 * len(network.names)  # at the least limit, most of it is computed twice or more
-    training = Training(network).run(7)
+    training = Training(network).run(3)
     training.save(ours)
-    assert not differences(training.run(7).everything(), expected)
+    assert not differences(training.run(3).everything(), expected)
     # Each has other weights, until the file is read.
     for file, other in ((ours, made(kind, 99)), (theirs, network), (theirs, Checkpointable(made(kind, 99)))):
-        assert not differences(Training(other, seed=98).resume(file).run(7).everything(), expected)
+        assert not differences(Training(other, seed=98).resume(file).run(3).everything(), expected)
+
+
+# Mixtures of experts whose routers would decide otherwise in every run, as atomic additions on a GPU can make them.
+
+WIDTH, EXPERTS, CHOSEN = 16, 4, 2
+_runs = itertools.count()
+
+
+@torch.library.custom_op("rotor_tests::unsteady", mutates_args=())
+def unsteady(scores: torch.Tensor) -> torch.Tensor:
+    """Other numbers in every run, whatever the random state."""
+    generator = torch.Generator().manual_seed(next(_runs))
+    return scores + torch.randn(scores.shape, generator=generator)
+
+
+@unsteady.register_fake
+def _(scores: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(scores)
+
+
+def start_again() -> None:
+    """Let the next run be the first again, for a twin."""
+    global _runs
+    _runs = itertools.count()
+
+
+class Mixture(nn.Module):
+    """Tokens go to the experts that `choose` picks by unsteady scores; the weights of the experts are steady."""
+
+    def __init__(self, how: str = "topk") -> None:
+        super().__init__()
+        self.how = how
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.wide = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+        self.narrow = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(value)
+        weight = scores.softmax(-1) * self.choose(unsteady(scores.detach()))
+        made = torch.einsum("td,edh->teh", value, self.wide).relu()
+        return value + torch.einsum("teh,ehd,te->td", made, self.narrow, weight)
+
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """1 for the experts of each token, 0 for the others."""
+        if self.how == "threshold":
+            return (scores > 0).float()
+        if self.how == "written":
+            chosen = torch.zeros(scores.shape, dtype=torch.bool)
+            chosen.copy_(scores)
+            return (chosen & (scores > 0)).float()
+        if self.how == "counted":
+            return (torch.arange(EXPERTS) < int(scores[0].sum().abs()) % EXPERTS + 1).float().expand_as(scores)
+        picks = {
+            "topk": lambda: scores.topk(CHOSEN).indices,
+            "sort": lambda: scores.sort(descending=True).indices[:, :CHOSEN],
+            "argmax": lambda: scores.argmax(-1, keepdim=True),
+            "max": lambda: scores.max(-1, keepdim=True).indices,
+            "sampled": lambda: torch.multinomial(scores.softmax(-1), CHOSEN),
+            "rounded": lambda: scores.abs().round().long().clamp(max=EXPERTS - 1),
+            "shifted": lambda: scores.topk(CHOSEN).indices.add_(1).remainder_(EXPERTS),
+        }
+        return torch.zeros_like(scores).scatter(-1, picks[self.how](), 1.0)
 
 
 WAYS = ["topk", "sort", "argmax", "max", "sampled", "threshold", "rounded", "counted", "written", "shifted"]

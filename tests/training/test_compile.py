@@ -50,8 +50,8 @@ def limit_of(make: Callable[[], nn.Module]) -> int:
     [
         (chain, whole),
         (chain, around),
-        (tower, whole),
         (tower, around),
+        pytest.param(tower, whole, marks=pytest.mark.slow),
         pytest.param(chain, each_layer, marks=pytest.mark.slow),
     ],
 )

@@ -5,9 +5,11 @@ no random numbers; those of one thread may.
 """
 
 import copy
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -59,9 +61,8 @@ def in_threads(*tasks: Callable[[], None]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_overlapping_steps_and_forwards_in_any_order_and_another_thread_have_the_bits_of_plain_training(kind) -> None:
-    plain = [made(chain, 0), made(kind, 1)]
+def test_overlapping_steps_and_forwards_in_any_order_and_another_thread_have_the_bits_of_plain_training() -> None:
+    plain = [made(kind, seed) for seed, kind in enumerate(KINDS)]
     both = [planned(copy.deepcopy(model)) for model in plain]
     for order in ((0, 1), (1, 0)):
         for models in (plain, both):
@@ -70,20 +71,19 @@ def test_overlapping_steps_and_forwards_in_any_order_and_another_thread_have_the
             for index in order:
                 losses[index].backward()
         assert all(map(torch.equal, gradients(*both), gradients(*plain)))
-    for order in ((0, 1, 2), (2, 0, 1)):  # of one model, in flight at once
-        for model in (plain[1], both[1]):
+    for which, order in itertools.product((0, 1), ((0, 1, 2), (2, 0, 1))):  # of one model, in flight at once
+        for model in (plain[which], both[which]):
             torch.manual_seed(7)
             losses = [square(model(rows(i))) for i in range(3)]
             losses[order[0]].backward()
             for index in order[1:]:
                 in_threads(losses[index].backward)
-        assert all(map(torch.equal, gradients(both[1]), gradients(plain[1])))
+        assert all(map(torch.equal, gradients(both[which]), gradients(plain[which])))
 
 
 @pytest.mark.usefixtures("_switching")
-@pytest.mark.parametrize("kind", KINDS)
-def test_threads_that_plan_and_train_their_own_models_do_what_they_do_alone(kind: Kind) -> None:
-    plain = [made(Mixer, 0, dropout=0.0), made(kind, 1, dropout=0.0)]
+def test_threads_that_plan_and_train_their_own_models_do_what_they_do_alone() -> None:
+    plain = [made(kind, seed, dropout=0.0) for seed, kind in enumerate((Mixer, Mixer, chain))]
     models = copy.deepcopy(plain)
     for model in plain:
         Training(model).run(8)
@@ -92,21 +92,20 @@ def test_threads_that_plan_and_train_their_own_models_do_what_they_do_alone(kind
     def task(index: int) -> None:
         found[index] = Training(planned(models[index])).run(8)
 
-    in_threads(lambda: task(0), lambda: task(1))
+    in_threads(*(partial(task, index) for index in range(3)))
     for index, model in enumerate(plain):
         assert not differences(dict(found[index].model.state_dict()), dict(model.state_dict()))
         assert all(map(torch.equal, gradients(found[index].model), gradients(model)))
 
 
 @pytest.mark.usefixtures("_switching")
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_measured_while_another_thread_trains_is_what_is_measured_alone(kind: Kind) -> None:
+def test_what_is_measured_while_another_thread_trains_is_what_is_measured_alone() -> None:
     busy, stop = planned(made(chain, 1, dropout=0.0)), threading.Event()
     found: list[tuple[object, ...]] = []
 
     def plan() -> None:
         try:
-            found.append(measured(made(kind, dropout=0.0)))
+            found.append(measured(made(Mixer, dropout=0.0)))
         finally:
             stop.set()
 
@@ -115,7 +114,7 @@ def test_what_is_measured_while_another_thread_trains_is_what_is_measured_alone(
             square(busy(rows())).backward()
 
     in_threads(plan, train)
-    assert found == [measured(made(kind, dropout=0.0))]
+    assert found == [measured(made(Mixer, dropout=0.0))]
 
 
 def measured(model: nn.Module) -> tuple[object, ...]:

@@ -93,7 +93,7 @@ def trained(model: nn.Module, region: Region, dtype: torch.dtype, scaled: bool) 
         (chain, nullcontext, torch.bfloat16, False),
         (entering, nullcontext, torch.float32, False),
         (tower, bfloat16, torch.float32, False),
-        (tower, nullcontext, torch.bfloat16, False),
+        pytest.param(tower, nullcontext, torch.bfloat16, False, marks=pytest.mark.slow),
         (partial(Inside, 32, 5, 0.1), nullcontext, torch.float32, False),
         (Shared, partial(bfloat16, cache_enabled=False), torch.float32, False),
     ],

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -81,19 +80,18 @@ def peak_of(model: Checkpointable) -> int:
 
 
 @cache
-def budget_of(make: Callable[[], nn.Module]) -> Checkpointable:
-    return planned(make(), 10**10, None)
+def stored() -> Checkpointable:
+    return planned(chain(), 10**10, None)
 
 
-def limit_between(make: Callable[[], nn.Module], share: float) -> int:
-    """A limit between what a step needs at least (0) and what it takes if it stores all (1)."""
-    return between(budget_of(make), share)
+def limit_between(share: float) -> int:
+    """A limit between what a step of the chain needs at least (0) and what it takes if it stores all (1)."""
+    return between(stored(), share)
 
 
-@pytest.mark.parametrize(("make", "share"), [(transformer, 0.1), (chain, 0.1)])
-def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slower(make, share: float, tmp_path) -> None:
-    limit = limit_between(make, share)
-    alone, moving = planned(make(), limit, None), planned(make(), limit, tmp_path)
+def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slower(tmp_path: Path) -> None:
+    limit = limit_between(0.1)
+    alone, moving = planned(chain(), limit, None), planned(chain(), limit, tmp_path)
     report = moving.report()
     assert report.overhead < alone.report().overhead
     nbytes = report.budget.moved_bytes(report.sequence)
@@ -103,7 +101,7 @@ def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slowe
     threads = threading.active_count()
     assert tier.moved_bytes - before == nbytes
     assert report.peak_bytes * 0.98 <= peak <= report.peak_bytes <= limit
-    assert same(trained(moving), trained(make()))
+    assert same(trained(moving), trained(chain()))
     assert tier.held_bytes == 0
     assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +157,7 @@ def test_what_a_part_or_packing_leaves_is_elsewhere(make, way: str, tmp_path, mo
 
 
 def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = limit_between(chain, 0.5)
+    limit = limit_between(0.5)
     monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e3)
     slow = planned(chain(), limit, tmp_path)
     assert slow.sequence.moves is None
@@ -171,7 +169,7 @@ def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_report_says_what_is_moved_where_and_copies_are_planned_with_moves(tmp_path: Path) -> None:
-    model = planned(chain(), limit_between(chain, 0.3), tmp_path)
+    model = planned(chain(), limit_between(0.3), tmp_path)
     assert f"of activations are moved to file:{tmp_path} and back" in model.summary()
     text = str(model.report())
     moved = re.compile(r"stored ([a-z, ]+, )?elsewhere: [0-9.]+ [kM]B moved")  # also in part, or packed
@@ -188,7 +186,7 @@ def test_the_report_says_what_is_moved_where_and_copies_are_planned_with_moves(t
 
 
 def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(tmp_path, caplog) -> None:
-    model, plain = planned(chain(), limit_between(chain, 0.3), tmp_path), chain()
+    model, plain = planned(chain(), limit_between(0.3), tmp_path), chain()
 
     def gradients(of: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(4)
@@ -205,7 +203,7 @@ def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(tmp_pa
 
 
 def test_where_several_forwards_have_no_room_each_moves_as_one_does_and_the_report_counts_all(tmp_path: Path) -> None:
-    model = planned(chain(), limit_between(chain, 0.02), tmp_path)
+    model = planned(chain(), limit_between(0.02), tmp_path)
     tier = tier_of(model)
 
     def step() -> None:
@@ -223,7 +221,7 @@ def test_where_several_forwards_have_no_room_each_moves_as_one_does_and_the_repo
 
 
 def test_a_disk_that_fails_ends_a_step_in_a_sentence_and_neither_that_nor_ctrl_c_leaves_anything(tmp_path, monkeypatch):
-    model, plain = planned(chain(), limit_between(chain, 0.1), tmp_path), chain()
+    model, plain = planned(chain(), limit_between(0.1), tmp_path), chain()
     trained(model, 1)
     trained(plain, 1)
     model.zero_grad()  # else a plan for gradients that are kept may move nothing
@@ -261,7 +259,7 @@ def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path, monkeypa
     """The file has no name, so that it outlives its folder: between steps, and in the middle of one."""
     folder = tmp_path / "one"
     folder.mkdir()
-    model, plain, write = planned(chain(), limit_between(chain, 0.1), folder), chain(), os.pwrite
+    model, plain, write = planned(chain(), limit_between(0.1), folder), chain(), os.pwrite
 
     def removing(*args: Any) -> int:
         if folder.exists():
@@ -303,7 +301,7 @@ def test_gradients_that_add_up_over_batches_are_exact_inside_the_limit(tmp_path:
 def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = planned(chain(), 10**9, tmp_path)
     # Of this very measurement: which options a stage has, and their numbers, can be others at another one.
-    sequence = model.budget.solve(limit_between(chain, 0.3), Persistent())
+    sequence = model.budget.solve(limit_between(0.3), Persistent())
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -313,7 +311,7 @@ def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatc
         with raises(OffloadError, "no_space"):
             model.sequence = sequence
         with raises(OffloadError, "no_space"):
-            planned(chain(), limit_between(chain, 0.3), tmp_path)
+            planned(chain(), limit_between(0.3), tmp_path)
     assert model.sequence.moves is None
     model.sequence = sequence
     assert same(trained(model), trained(chain()))
@@ -339,7 +337,7 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(tmp_path: Path, monkeypatc
 
 
 def test_a_plan_from_a_file_moves_what_it_moved_before_and_says_so_if_nothing(tmp_path, caplog) -> None:
-    limit = limit_between(chain, 0.3)
+    limit = limit_between(0.3)
     first = planned(chain(), limit, tmp_path)
     file = tmp_path / "plan.json"
     first.save_plan(file)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
-from rotor_py.stage.compression import Packed
+from tests.capture.steps import adamw
 from tests.capture.test_partial_saving import Stack
 from tests.checkpointable.steps import between, square
 from tests.stage.test_kept_steps import stored_by
@@ -54,10 +54,6 @@ def images() -> tuple[nn.Module, torch.Tensor]:
 
 
 MODELS = pytest.mark.parametrize("make", [chain, captured, images])
-
-
-def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
 
 def made(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[nn.Module, torch.Tensor]:
@@ -146,13 +142,3 @@ def test_activations_that_wait_in_the_host(make: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
     planned = assert_trains_the_same(make, 0.3, offload="host")
     assert planned.sequence.moves is not None
-
-
-def test_masks_and_indices_are_packed_without_loss() -> None:
-    generator = torch.Generator(device()).manual_seed(0)
-    values = torch.randn(64, 32, 16, 16, device=device(), generator=generator)
-    _, indices = nn.functional.max_pool2d(values, 2, return_indices=True)
-    for tensor in (indices.flatten(), (values > 0).flatten()):
-        kept = Packed().keep(tensor)
-        assert kept.nbytes <= tensor.nbytes // 4
-        assert torch.equal(kept.tensor(), tensor)

@@ -15,9 +15,11 @@ from tests.capture.steps import adamw
 from tests.checkpointable.steps import between, square
 from tests.training.stepping import Language, chain, same_parameters, same_state, stepping, tied, train, vectors, words
 
+MOMENTUM = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), **MOMENTUM)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -30,9 +32,8 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     ("model", "batches", "make"),
     [
         (chain(), vectors(), adamw),
-        (chain(), vectors(), momentum),
         (tied(), words(), two_groups),
-        (Language(tied=True), words(), adamw),
+        (Language(tied=True, blocks=3), words(), adamw),
     ],
 )
 def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(model, batches, make) -> None:
@@ -77,7 +78,7 @@ def test_gradients_leave_the_budget_stage_by_stage_where_shared_after_their_last
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SGD", {"lr": 0.1}),
+        ("SGD", MOMENTUM),
         ("AdamW", {"foreach": True}),
         ("Adam", {"fused": True}),
         ("Adam", {"amsgrad": True}),
