@@ -119,14 +119,11 @@ NUMBER_OF_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name == "resnet1001" else name
-        for name in models.__all__
-        if name.islower()
-    ],
-)
+DEEP = "densenet161 densenet169 densenet201 resnet101 resnet152 resnet200 resnet1001".split()
+NAMES = [name for name in models.__all__ if name.islower()]
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in DEEP)) for each in NAMES])
 def test_a_network_is_a_plain_sequential_with_the_keys_of_torchvision_and_as_many_parameters_as_it_says(name):
     model = network(name)
     assert isinstance(model, nn.Sequential)
