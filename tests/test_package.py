@@ -21,7 +21,8 @@ def test_each_public_name_is_where_type_checkers_find_it() -> None:
     assert set(rotor_py.__all__) <= set(dir(rotor_py))
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_a_name_that_is_not_there_is_an_attribute_error_and_the_version_that_of_the_installed_package() -> None:
+    assert rotor_py.__version__[0].isdigit()
     with pytest.raises(AttributeError, match="no attribute 'Checkpointabel'"):
         rotor_py.Checkpointabel  # noqa: B018 # the access itself is what is tested
 
@@ -33,10 +34,6 @@ def test_importing_names_leaves_out_what_only_some_models_need() -> None:
     needless = {"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "numba", "sympy", "rich"}
     assert not {*needless, "networkx", "rotor_py.capture"} & {*found.stdout.split()}
     assert "torch" in found.stdout.split()
-
-
-def test_the_version_is_that_of_the_installed_package() -> None:
-    assert rotor_py.__version__[0].isdigit()
 
 
 def test_the_wheel_has_every_package_and_every_file_that_is_no_code() -> None:
