@@ -119,7 +119,7 @@ NUMBER_OF_LAYERS = {
 }  # fmt: skip
 
 
-DEEP = "densenet161 densenet169 densenet201 resnet101 resnet152 resnet200 resnet1001".split()
+DEEP = ["densenet161", "densenet169", "densenet201", "resnet101", "resnet152", "resnet200", "resnet1001"]
 NAMES = [name for name in models.__all__ if name.islower()]
 
 
