@@ -107,7 +107,7 @@ def test_cuda_graphs_are_refused() -> None:
         Checkpointable(Net(1), compile={"triton.cudagraphs": False})
 
 
-@pytest.mark.parametrize(("mode", "words"), [("reduce-overhead", "records CUDA graphs"), ("default", "takes no mode")])
+@pytest.mark.parametrize(("mode", "words"), [("reduce-overhead", "without CUDA graphs"), ("default", "takes no mode")])
 def test_the_command_takes_no_mode(tmp_path: Path, mode: str, words: str) -> None:
     result = CliRunner().invoke(main, [str(tmp_path / "net.py"), "--compile", mode])
     assert result.exit_code == 2
