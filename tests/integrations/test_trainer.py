@@ -105,29 +105,20 @@ def assert_same_files(folder: Path, model: torch.nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_plain_run(tmp_path: Path) -> None:
-    data, runs = examples(), []
+def test_accumulated_and_smoothed_runs_under_autocast_are_the_plain_run_also_of_a_model_that_the_trainer_makes(
+    tmp_path: Path,
+) -> None:
+    data, callback = examples(), MemoryLimit("730kB")
     options = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "bf16": True, "max_steps": 2}
-    for model in (llama(1), Checkpointable(llama(1), mem_limit="1GB")):
-        runs.append(trainer(model, tmp_path, data, **options))
-        runs[-1].train()
-    assert history(runs[1]) == history(runs[0])
-    assert_same_weights(runs[1].model, runs[0].model)
-
-
-@pytest.mark.slow
-def test_a_model_that_the_trainer_makes_is_planned_under_its_autocast(tmp_path: Path) -> None:
-    data, runs = examples(), []
-    options = {"gradient_accumulation_steps": 2, "bf16": True, "max_steps": 2}
-    for callbacks in ([], [MemoryLimit("730kB")]):
-        arguments = trainer(llama(), tmp_path, data, **options).args
-        made = {"train_dataset": data, "model_init": lambda: llama(1), "callbacks": callbacks}
-        runs.append(transformers.Trainer(args=arguments, **made))
-        runs[-1].train()
-    assert recomputes(callbacks[0].planned.sequence)
-    assert callbacks[0].planned.model is runs[1].model
-    assert history(runs[1]) == history(runs[0])
-    assert_same_weights(runs[1].model, runs[0].model)
+    runs = [trainer(each, tmp_path, data, **options) for each in (llama(1), Checkpointable(llama(1), mem_limit="1GB"))]
+    made = {"train_dataset": data, "model_init": lambda: llama(1), "callbacks": [callback]}
+    runs.append(transformers.Trainer(args=runs[0].args, **made))
+    for run in runs:
+        run.train()
+        assert history(run) == history(runs[0])
+        assert_same_weights(run.model, runs[0].model)
+    assert recomputes(callback.planned.sequence)
+    assert callback.planned.model is runs[2].model
 
 
 def test_steps_in_the_backward_are_those_of_plain_training_without_norms_and_clipping_is_refused(
