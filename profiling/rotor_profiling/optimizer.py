@@ -84,7 +84,16 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
                 raise UnknownOptimizerError(message, kind="unknown_optimizer", name=name) from error
         if kind == "cpu":
             step = max(step, _fused_step(optimizer, groups))
+    state += bytes_like(_idle_state(optimizer, devices), kind)
     return OptimizerCost(state, step, present_bytes=_state_bytes(optimizer, devices))
+
+
+def _idle_state(optimizer: torch.optim.Optimizer, kinds: set[str]) -> list[torch.Tensor]:
+    """Return the state of parameters that are not stepped now: since frozen, or replaced in the model."""
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+    entries = [item for each in with_inner(optimizer) for item in each.state.items()]
+    idle = tensors_in([value for key, value in entries if isinstance(key, torch.Tensor) and id(key) not in stepped])
+    return list({id(each): each for each in idle if each.device.type in kinds}.values())
 
 
 @contextmanager

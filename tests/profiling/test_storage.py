@@ -222,6 +222,8 @@ def test_state_and_scratch_are_those_of_real_steps_and_nothing_is_touched(name: 
     tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *state_of(optimizer)]
     old = [(t._version, t.clone()) for t in tensors]
     assert optimizer_cost(optimizer).present_bytes == state
+    next(model.parameters()).requires_grad_(False)
+    assert optimizer_cost(optimizer).state_bytes == state, "that of a parameter frozen since stays"
     assert all(t._version == v and torch.equal(t, values) for t, (v, values) in zip(tensors, old, strict=True))
 
 
