@@ -28,6 +28,7 @@ from rotor_solver import (
     InfeasibleError,
     Loss,
     Persistent,
+    RecomputeAll,
     Sequence,
     StoreAll,
     recompute_all,
@@ -213,6 +214,11 @@ class Budget:
             return StoreAll().solve(self.chain, simulate(self.chain, stored).peak)
         if mem_limit < self.least_bytes():
             raise self.refuse(mem_limit)
+        if self.forwards == 1 and isinstance(algorithm, Persistent):
+            # Nor does a least sequence need them that stores all stages, some of them in part.
+            least = simulate(self.chain, recompute_all(self.chain)).peak
+            if self.chain_limit(mem_limit) < least:
+                return RecomputeAll().solve(self.chain, least)
         if self.forwards == 1 and self.link is not None and isinstance(algorithm, Persistent):
             found = solve_moving(self.chain, self.chain_limit(mem_limit), self.link, algorithm.slots)
             sequence = replace(found.sequence, moves=found.moves) if found.moves.stages else found.sequence

@@ -55,6 +55,15 @@ def test_equal_costs_are_those_of_all_and_an_option_that_one_process_lacks_is_le
     assert [len(stage.options) for stage in costliest([more, chain]).stages] == [1, 1]
 
 
+def test_the_least_limit_is_for_a_plan_that_stores_in_part_and_needs_no_snapshots() -> None:
+    planned = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8), loss=square)
+    (stage,) = (chain := unit_chain(1)).stages
+    whole = replace(stage.options[0], saved=10**6)
+    parts = replace(stage, options=(whole, replace(whole, forward_time=2.0, saved=10**5)))
+    budget = replace(planned.budget, chain=replace(chain, stages=(parts,)), snapshot_bytes=10**5)
+    assert budget.peak_bytes(budget.solve(budget.least_bytes(), Persistent())) < 10**6
+
+
 def test_a_limit_above_all_memory_of_the_device_is_told_once(caplog: Any) -> None:
     total = total_bytes(CPU)
     assert limit_bytes(total, CPU) == total
