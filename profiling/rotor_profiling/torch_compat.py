@@ -85,6 +85,7 @@ NAMES = {
     "dynamo_callbacks": "torch._dynamo.callback.callback_handler",
     "dynamo_config": "torch._dynamo.config",
     "dynamo_registry": "torch._dynamo.backends.registry",
+    "dynamo_skips": "torch._dynamo.trace_rules.check",
     "enable_profiler_legacy": "torch.autograd._enable_profiler_legacy",
     "enable_record_function": "torch._C._autograd._enable_record_function",
     "engine_run_backward": "torch.autograd.graph._engine_run_backward",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -49,6 +50,8 @@ class _Compiled:
     run: Callable[..., Any]
     traced: int = 0  # number of TorchDynamo's traces of this forward
     breaks: list[str] = field(default_factory=list)  # source line of each graph break: path:number, and its text
+    # Set if TorchDynamo gave up a function in a model, as for a hook in a loop: it then skips it in all models.
+    given_up: weakref.ref[Tracing] | None = None
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_
     """Return the compiled forward for models structured like `model`; `marks` is the signature of `FSDPMarks`."""
     key = _structure(model), marks, answers, open_sizes
     # A compiled function takes its model as an argument, so it keeps none alive. Replace one at the recompile limit.
-    if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS:
+    if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS or _compiled[key].given_up:
         # Do the same as `torch.compile`, which does not expose the context object whose callback is wrapped below.
         backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)
         context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_extra)
@@ -129,7 +132,10 @@ def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
         call.compiled.traced += 1
         with call.tracing.configured(call.begin_tracing, call.compiled.breaks.append):
             keep_image_sizes(tensors_in(call.inputs))
-            return callback(*args, **kwargs)
+            found = callback(*args, **kwargs)
+        if getattr(found, "guarded_code", found) is None and not torch_compat.dynamo_skips(args[0].f_code):
+            call.compiled.given_up = weakref.ref(call.tracing)
+        return found
 
     return trace
 
@@ -235,7 +241,8 @@ class CapturedForward:
                     torch_compat.mark_static(outputs[at], dimensions)
             return outputs
 
-        known = asking.answers in self._forwards
+        made = self._forwards.get(asking.answers)
+        known = made is not None and (made.given_up is None or made.given_up() is self.tracing)
         inputs = (args, kwargs) if self.open_sizes else ()
         call = _Call(run, self.tracing, inputs, recaptured if known and self._graphs else None)
         token = _call.set(call)

@@ -215,7 +215,7 @@ class Budget:
         if mem_limit < self.least_bytes():
             raise self.refuse(mem_limit)
         if self.forwards == 1 and isinstance(algorithm, Persistent):
-            # Nor does a least sequence need them that stores all stages, some of them in part.
+            # A least sequence that stores all stages, some of them in part, needs no snapshots either.
             least = simulate(self.chain, recompute_all(self.chain)).peak
             if self.chain_limit(mem_limit) < least:
                 return RecomputeAll().solve(self.chain, least)

@@ -188,6 +188,13 @@ def test_a_number_given_as_a_tensor_may_change_at_every_step_and_hooks_that_come
     for handle in handles:
         handle.remove()
     assert_same_step(planned, plain, batch, torch.tensor(1.0))
+    alike = copy.deepcopy(plain)
+    alike.layers[1].register_full_backward_hook(lambda *_: None)  # breaks the graph, in a loop
+    with raises(UnsupportedModelError, "outside_graphs"):
+        Checkpointable(alike, (batch, torch.tensor(1.0)), "1GB")
+    assert_same_step(planned, plain, batch, torch.tensor(1.0))
+    Checkpointable(copy.deepcopy(plain), (batch, torch.tensor(1.0)), "1GB", cache=False)
+    assert not logged(caplog, "unplanned_graph")
 
 
 def test_plans_from_files_and_of_copies_train_the_same_without_measuring(tmp_path: Path, caplog: Any) -> None:
