@@ -140,14 +140,14 @@ def emptied(file: Path) -> None:
     file.write_text("")
 
 
-def forged(file: Path) -> None:
+def forged(file: Path, seconds: float = 5.0) -> None:
     data = json.loads(file.read_text())
-    data["runs"] = [{"ways": [[-5.0, -5.0]], "node": [-5.0, -5.0]}]
+    data["runs"] = [{"ways": [[seconds, seconds]], "node": [seconds, seconds]}]
     file.write_text(json.dumps(data))
 
 
 def forged_with_its_digest(file: Path) -> None:
-    forged(file)
+    forged(file, -5.0)
     data = json.loads(file.read_text())
     del data["digest"]
     file.write_text(json.dumps({**data, "digest": cache._digest_of_data(data)}))
