@@ -1,4 +1,4 @@
-"""Candidate partitions of a joint graph, from rotor_solver's plans for a chain of stages and from minimum cuts."""
+"""Find partitions of a joint graph that trade memory for time: with rotor_solver, and by minimum cuts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rotor_solver import Chain, Option, Sequence, Stage, frontier
 from rotor_solver.max_flow import Network
 from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
-# A stage allocates at least a 64th of all bytes. A guess: more stages make solving slower for little gain.
+# Number of stages that a forward is cut into at most, roughly. A guess: more make solving slower for little gain.
 _MOST_STAGES = 64
-# A small value (a mask, a rotary table) that is live at this many cuts or more is always kept.
+# Number of cuts from which on a small value that is live at them, such as a mask, is always kept.
 _SPREAD = 4
-# Size of a small value, as a share of all allocated bytes. A guess: always keeping larger ones costs memory.
+# Largest size of a small value, as a share of the bytes of all values. A guess: keeping larger ones costs memory.
 _SMALL = 0.01
-_THRESHOLDS = 6  # number of limits of seconds per byte tried for cuts. A guess: more make solving slower
+_THRESHOLDS = 6  # number of limits of seconds per recomputed byte that are tried. A guess: more make solving slower
 
 
 @dataclass
 class Stages:
     """A joint graph as a chain of stages, for the solver.
 
-    The forward is cut where few bytes are live. A stage is the code between two cuts, and its input is the values live
-    at the first cut. Its options are sets of values that it may keep for its backward: all values that its backward
-    reads, or a minimum cut (as in `capture/graph/selective_recompute.py`), which has the fewest bytes from which fast
-    operators recompute the rest, for several limits of seconds per byte. A value is a forward node that allocates.
+    A value is a node of the forward that allocates memory. The forward is cut where the live values have few bytes. A
+    stage is the nodes between two cuts, and its input is the values live at the first one. Each of its options is a set
+    of values that it may keep for its backward: either all that the backward reads, or those of fewest bytes from which
+    operators can recompute the others (a minimum cut, as in `capture/graph/selective_recompute.py`).
     """
 
     joint: JointGraph
@@ -43,7 +43,7 @@ class Stages:
 
     @cached_property
     def values(self) -> dict[fx.Node, None]:
-        """The values of the forward, in graph order."""
+        """Nodes of the forward that allocate memory, in graph order; elements stand for the tuple that has them."""
         joint = self.joint
         tuples = {node.all_input_nodes[0] for node in joint.forward if node.target is operator.getitem}
         inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
@@ -57,7 +57,7 @@ class Stages:
 
     @cached_property
     def reads(self) -> dict[fx.Node, set[fx.Node]]:
-        """Per node of the forward, the values that it reads, directly or through views, tuples and numbers."""
+        """Maps each node of the forward to the values that it reads, directly or through views, tuples and sizes."""
         found: dict[fx.Node, set[fx.Node]] = {}
         for node in self.joint.forward:
             found[node] = set()
@@ -78,7 +78,7 @@ class Stages:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Positions in the forward at which stages begin; the first is 0."""
+        """Index in `joint.forward` of each stage's first node."""
         joint, ending = self.joint, Counter[int]()
         for value in self.values:
             ending[self.last_read[value]] += joint.bytes_of(value)
@@ -93,7 +93,7 @@ class Stages:
         for position in range(1, len(joint.forward)):
             if joint.forward[position].target is operator.getitem or mades[position] - last < apart:
                 continue
-            # Cut at this position if no position nearby, within `apart` allocated bytes, has less live memory.
+            # Cut here if no position within `apart` allocated bytes, before or after, has fewer live bytes.
             near = takewhile(lambda p: mades[p] - mades[position] <= apart, range(position + 1, len(lives)))  # noqa: B023
             behind = (p for p in range(position - 1, found[-1], -1) if mades[position] - mades[p] <= apart)
             if all(lives[position] <= lives[each] for each in (*near, *behind)):
@@ -112,7 +112,7 @@ class Stages:
 
     @cached_property
     def shared(self) -> set[fx.Node]:
-        """Values that are always kept: outputs, which the caller holds, and small values that many stages read."""
+        """Values that all options keep: outputs, which the caller holds, and small values live at many cuts."""
         joint = self.joint
         small = _SMALL * self.bytes_of(self.values)
         found = {joint.root[node] for node in joint.outputs if node in joint.root}
@@ -124,7 +124,7 @@ class Stages:
 
     @cached_property
     def inputs(self) -> list[list[fx.Node]]:
-        """Per cut, the values live there that are not shared; last, an empty list for the end of the forward."""
+        """For each cut, the values live there that are not `shared`; then an empty list for the end of the forward."""
         own = [value for value in self.values if value not in self.shared]
         found = [[v for v in own if self.positions[v] < start <= self.last_read[v]] for start in self.cuts]
         return [*found, []]
@@ -136,7 +136,7 @@ class Stages:
 
     @cached_property
     def options(self) -> list[list[tuple[int, frozenset[fx.Node]]]]:
-        """Per stage, its options: the level of recomputation (an index into `parts`), and the values that it keeps."""
+        """For each stage, its options: pairs of a level of recomputation (an index into `parts`) and kept values."""
         return [self._options(number) for number in range(len(self.members))]
 
     def _options(self, number: int) -> list[tuple[int, frozenset[fx.Node]]]:
@@ -145,7 +145,7 @@ class Stages:
         found = {frozenset(targets): 0}
         for level, (again, everywhere) in enumerate(self._cuts_by_level, 1):
             local = self._cut(inside, targets, again)
-            # Keep the values of the stage's input from which it recomputes.
+            # Also keep values of the stage's input that the recomputation reads, unless a backward reads them, too.
             local |= set(self.inputs[number]) & self.needed(number, local) - self.read_backward
             for option in (frozenset(local), everywhere & set(inside)):
                 if self.bytes_of(option) < self.bytes_of(targets):
@@ -154,21 +154,21 @@ class Stages:
 
     @cached_property
     def parts(self) -> list[Set[fx.Node]]:
-        """Per level of recomputation, the values that all stages keep: at level 0 all that the backward reads."""
+        """For each level of recomputation, the values that the whole graph keeps; at level 0, all that are read."""
         return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_by_level))]
 
     @cached_property
     def _cuts_by_level(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
-        """Per level: the values that may be recomputed, and the fewest bytes to keep then. Most kept bytes first."""
+        """For each level above 0: the values that may be recomputed, and those then kept. Most kept bytes first."""
         inside = [value for values in self.inside for value in values]
         targets = self.read_backward - self.shared
         found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed()}
         return sorted(((again, kept) for kept, again in found.items()), key=lambda pair: -self.bytes_of(pair[1]))
 
     def _allowed(self) -> list[Set[fx.Node]]:
-        """Return sets of values to recompute: those that take few seconds per byte, and those that Inductor fuses."""
+        """Return several sets of values; at one level of recomputation, only the values of one set are recomputed."""
         joint = self.joint
-        # The cost of a tuple's element is that of the node that returns the tuple.
+        # Seconds and bytes of a tuple's element are those of the node that returns the tuple.
         sources = {each: each.all_input_nodes[0] if each.target is operator.getitem else each for each in self.values}
         rates = {
             value: self.costs[sources[value]].seconds / max(1, joint.bytes_of(sources[value]))
@@ -182,12 +182,12 @@ class Stages:
         found: list[Set[fx.Node]] = [{value for value, rate in rates.items() if rate <= limit} for limit in limits]
         kinds = partitioners.get_default_op_list()
         fused = {value for value in rates if not kinds.is_compute_intensive(sources[value])}
-        # Also allow to recompute all values but those that PyTorch's partitioner keeps.
+        # Another set has all values but those that PyTorch's partitioner keeps.
         kept = ({joint.root.get(node) for node in saved} for saved in saved_by_torch(joint))
         return [*found, fused, *(set(rates) - each for each in kept)]
 
     def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
-        """Return the fewest bytes of values `inside` from which `targets` can be made by recomputing `again`."""
+        """Return the values `inside` of fewest bytes from which recomputing values of `again` makes all `targets`."""
         flow = Network("made", "read")
         mine = set(inside)
         for value in inside:
@@ -202,7 +202,7 @@ class Stages:
         return {value for value in inside if (value, "kept") in behind and (value, "made") not in behind}
 
     def needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
-        """Return the nodes that a stage's backward reads or recomputes if it keeps `kept`, and the nodes they read."""
+        """Return all nodes that the backward of stage `number` and its recomputation read if the stage keeps `kept`."""
         inside, found = set(self.members[number]), set[fx.Node]()
         pending = [value for value in self.inside[number] if value in self.read_backward]
         while pending:
@@ -220,7 +220,7 @@ class Stages:
 
 
 def chains(stages: Stages) -> dict[bool, Chain]:
-    """Return chains with approximate costs: for True, each option also keeps the stage's output; for False, not."""
+    """Return two chains with approximate costs: in that of key True, each option also keeps its stage's output."""
     joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
     outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
     backward, returned = _backward(stages), set(joint.gradients)
@@ -248,7 +248,7 @@ def chains(stages: Stages) -> dict[bool, Chain]:
 
 
 def _backward(stages: Stages) -> list[list[fx.Node]]:
-    """Return the backward nodes of each stage, up to the last node that reads a value of the stage."""
+    """Return the backward's nodes by stage: the last stage whose values are read by the node or a node after it."""
     root, latest = stages.joint.root, 0
     found: list[list[fx.Node]] = [[] for _ in stages.members]
     for node in reversed(stages.joint.backward):
@@ -261,7 +261,7 @@ def _backward(stages: Stages) -> list[list[fx.Node]]:
 def _backward_temps(
     stages: Stages, backward: list[list[fx.Node]], outputs: list[int], gradients: list[int]
 ) -> list[list[int]]:
-    """Return, per level and stage, the peak bytes of its backward beyond kept values and gradients at its borders."""
+    """Return, by level and stage, the peak bytes of its backward beyond kept values and gradients at its borders."""
     joint, stage_of = stages.joint, {node: number for number, nodes in enumerate(backward) for node in nodes}
     found = []
     for kept in stages.parts:
@@ -270,7 +270,7 @@ def _backward_temps(
         most = [0] * len(stages.members)
         number = 0
         for run, live in zip(reversed(partition.backward), reversed(curve), strict=True):
-            number = stage_of.get(run.node, number)  # a recomputed node counts in the backward that runs after it
+            number = stage_of.get(run.node, number)  # a recomputed node counts for the stage of the run after it
             most[number] = max(most[number], live)
         held = stages.bytes_of({*joint.primals, *joint.tangents, *stages.shared}) + sum(gradients)
         temps = []
@@ -283,7 +283,7 @@ def _backward_temps(
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:
-    """Return the partition for a memory-persistent sequence, which recomputes a stage right before its first reader."""
+    """Return the partition that keeps and recomputes what the memory-persistent `sequence` does, but late."""
     operations = list(sequence)
     loss = operations.index(Loss())
     kept = set(stages.shared)
@@ -305,9 +305,9 @@ def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partiti
 
 
 def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], stage: int) -> None:
-    """Run the sequence's operations up to ForwardEnable of `stage`, which keeps the values that its backward reads."""
+    """Write the sequence's operations `ahead`, up to ForwardEnable of `stage`, as runs of the partition's backward."""
     if not any(isinstance(operation, ForwardEnable) and operation.stage == stage for operation in ahead):
-        return  # already run: `writer` recomputes values that the stage did not keep, when they are read
+        return  # the stage has run already; values that it did not keep, `writer` recomputes when they are read
     while ahead:
         operation = ahead.popleft()
         if not isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
@@ -328,15 +328,15 @@ def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], 
 # The candidates do not depend on the budget. So a smaller budget never leads to a partition of larger peak.
 
 
-# Memory slots in the solver. A guess: with too few, it misses candidates; each candidate is simulated in bytes anyway.
+# Number of units into which the solver divides memory. A guess: too few miss good candidates (no peak is wrong for it).
 _SLOTS = 300
-_WORK = 300_000  # total nodes of all partitions to simulate, roughly. A guess: this takes some seconds
-# Budgets of PyTorch's partitioner to try. A guess: each takes about a second, and budgets in between hardly differ.
+_WORK = 300_000  # number of nodes in all simulated partitions together, roughly. A guess: this takes some seconds
+# Shares of the bytes saved by default, tried as budgets of PyTorch's partitioner. A guess: each takes about a second.
 _TORCH_BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 # Inductor's code is slower by this factor for our partitions than for PyTorch's with the same predicted time. Measured
-# on a ConvNeXt, for three partitions of either kind: 1.02 to 1.06.
+# on a ConvNeXt, for three of our partitions and three of PyTorch's: 1.02 to 1.06.
 _SLOWDOWN = 1.04
-_FEWEST = 32  # fewest partitions of each kind to simulate, even of large graphs. A guess: fewer miss good ones
+_FEWEST = 32  # least number of partitions taken from each source, even of large graphs. A guess: fewer miss good ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class Candidate:
 
 
 def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = None) -> list[Candidate]:
-    """Return partitions that no other beats in memory and time, least memory first. `usual`: PyTorch's, if fused."""
+    """Return partitions by increasing peak; each is faster than those before. `usual`: PyTorch's, if operators fuse."""
     stages = Stages(joint, costs.operators)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     partitions = _mixed(stages, most)
@@ -365,19 +365,19 @@ def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = N
 
 
 def by_torch(joint: JointGraph, costs: GraphCosts, budgets: abc.Sequence[float]) -> list[Candidate]:
-    """Return the partitions of PyTorch's partitioner for `budgets`, shares of the bytes that it saves by default."""
+    """Return what PyTorch's partitioner chooses for each of `budgets`, shares of the bytes that it saves by default."""
     return [Candidate(each, weigh(costs, each)) for each in torch_partitions(joint, budgets)]
 
 
 def torch_partitions(joint: JointGraph, budgets: abc.Sequence[float]) -> list[Partition]:
-    """Return the partitions of `by_torch` without costs. None of them recomputes random operators."""
+    """Return the partitions of `by_torch`, without their costs. No partition recomputes random operators."""
     early = set(joint.early)
     kept = [[node for node in saved if node in joint.root or node in early] for saved in saved_by_torch(joint, budgets)]
     return [partition_keeping(joint, {joint.allocating(node) for node in each}) for each in kept]
 
 
 def _mixed(stages: Stages, most: int) -> list[Partition]:
-    """Return about `most` partitions whose early stages, the last ones in the backward, keep less than late stages."""
+    """Return about `most` partitions whose first stages, which run their backward last, keep less than the others."""
     parts = stages.parts
     pairs = list(combinations(parts, 2))
     cuts = _spread(len(stages.members) + 1, max(2, 1 + most // max(1, len(pairs))))[1:]
@@ -391,7 +391,7 @@ def _mixed(stages: Stages, most: int) -> list[Partition]:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced numbers of `range(count)`, including both ends."""
+    """Return at most `most` integers of `range(count)`, about evenly spaced, with the first and the last one."""
     if count <= most:
         return list(range(count))
     return sorted({round(step * (count - 1) / (most - 1)) for step in range(most)})

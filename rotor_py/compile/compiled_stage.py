@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn, TreeSpec
 
 _log = logging.getLogger("rotor_py")
-_DEVICES = (torch.device("cpu"), torch.device("cuda"))  # devices whose autocast a stage may depend on
-MOST_SHAPES = 8  # most input shapes for which a stage is compiled: TorchDynamo's default for a function
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))  # devices whose autocast settings a stage's code depends on
+MOST_SHAPES = 8  # number of input shapes for which a stage is compiled at most, as TorchDynamo's recompile limit
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
-    """Whether two codes compute equal outputs, buffers and gradients, to the bit. Leaves the stage unchanged."""
-    with disable_current_modes():  # modes that observe the stage's own run must not see these runs
+    """Whether two codes of `stage` compute equal outputs, buffers and gradients. Leaves the stage unchanged."""
+    with disable_current_modes():  # dispatch modes that observe the stage's own run must not see these runs
         expected = _results(stage, value, needs_gradient, one)
         found = _results(stage, value, needs_gradient, other)
     return all(
@@ -42,12 +42,12 @@ def _results(
     stage: nn.Module, value: Any, needs_gradient: Sequence[bool], code: StageCode
 ) -> list[torch.Tensor | None]:
     entered, spec = _as_leaves(value, needs_gradient)
-    # Run on copies: the stage may write into its input, and autograd forbids to write into a leaf.
+    # Run on copies: the stage may write into its input, and autograd forbids this for leaves that need a gradient.
     copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in entered]
     with isolated(stage, main_device(tensors_in(value))) as parameters, torch.enable_grad():
         made = tensors_in(code.run(stage, tree_unflatten(copies, spec)))
         ends = [tensor for tensor in made if tensor.requires_grad]
-        # Draw after the run: code that has drawn other random numbers gets other gradients, which reveals it.
+        # Draw output gradients after the run: if the codes drew different amounts of random numbers, they differ, too.
         arriving = [torch.randn_like(tensor) for tensor in ends]
         wanted = [tensor for tensor in (*tensors_in(entered), *parameters) if tensor.requires_grad]
         gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
@@ -56,7 +56,7 @@ def _results(
 
 
 def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], TreeSpec]:
-    """Flatten `value` and detach its tensors; `needs_gradient` has one entry for each tensor."""
+    """Flatten `value` and detach its tensors, with `requires_grad` set to the entries of `needs_gradient` in order."""
     leaves, spec = tree_flatten(value)
     flags = iter(needs_gradient)
     found = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -64,7 +64,7 @@ def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], T
 
 
 class StageCompiler:
-    """Compiles each kind of stage of a model once, with Inductor's options `config`."""
+    """Compiles a model's stages with Inductor's options `config`; stages that can share code are compiled once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -83,8 +83,8 @@ class StageCompiler:
     ) -> StageCode | None:
         """Return the code for `stage` on inputs like `value`; `needs_gradient` has one entry for each tensor in it.
 
-        The `partitioner`, by default AOTAutograd's, chooses the tensors that the forward saves. Returns None, after one
-        warning, if stages of this kind cannot be compiled. Raises InfeasibleError if no partition fits.
+        The `partitioner`, by default AOTAutograd's, chooses the tensors that the forward saves. Returns None, and logs
+        a warning once, if the stage cannot be compiled. Raises InfeasibleError if the partitioner's limit is too small.
         """
         kind = _kind(stage, tree_unflatten(*_as_leaves(value, needs_gradient))), partitioner
         if kind in self._codes or not self._has_tools:
@@ -114,7 +114,8 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     """Return a key that is equal for stages that can share compiled code."""
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for _, _, tensor in owned_slots(stage))
-    # A signature does not cover modules that a graph calls. A plain nn.Module only holds parameters of `fully_shard`.
+    # A signature does not cover the modules that a graph calls, so a stage that calls any shares its code with none.
+    # Children of the plain type nn.Module are not called: they hold parameters of `fully_shard`.
     graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
@@ -122,17 +123,17 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
 
 
 class CompiledStage(nn.Module, StageOffers, HasKind):
-    """A stage that runs `plain` compiled: at its first run, and again for each input of another shape.
+    """A stage that compiles `plain` when it first runs, and again for each further input shape, and runs the code.
 
-    The `partitioner`, by default AOTAutograd's, chooses the tensors that the forward saves. Each further storage mode
-    in `ways` is code with another partition: see the Note in `stage_code.py`. If the stage cannot be compiled, it runs
-    as `plain`; if only pieces of it can be, each piece is a stage of this class.
+    The `partitioner`, by default AOTAutograd's, chooses the tensors that the forward saves. Each name in `ways` is a
+    further storage mode, whose code saves other tensors: see the Note in `stage_code.py`. If `plain` cannot be
+    compiled, it runs itself; if it has pieces that are compiled one by one, each piece is a stage of this class.
 
-    `name` appears in log messages. `plain` may declare which inputs need a gradient. Otherwise, this is taken from
-    `like`, the same stage for other shapes, or from the first run.
+    `name` appears in log messages. `plain` may declare which input tensors need a gradient. Otherwise, this is taken
+    from `like`, the same stage for other shapes, or from the first run.
     """
 
-    saves_through_hooks = False  # hooks on saved tensors would make torch recompile the code
+    saves_through_hooks = False  # torch.autograd.graph.saved_tensors_hooks would make PyTorch recompile the code
     ways_are_code = True
 
     def __init__(
@@ -151,7 +152,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self.plain = plain
         self._name = name
         self._compiler = compiler
-        # Codes by input shapes, then by storage mode. The mode None has the partition of `partitioner`.
+        # Maps the input's shapes to a dict from storage mode to code. The mode None uses `partitioner`.
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
@@ -163,7 +164,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._in_pieces = offers_of(plain).in_pieces(self._piece)
 
     def prepare(self, value: Any) -> bool:
-        """Compile for inputs like `value`, without a run; return whether this worked. May raise InfeasibleError."""
+        """Compile for inputs like `value` without a run; return whether this worked. Raises as `StageCompiler.code`."""
         return self._code(value) is not None
 
     @property
@@ -174,7 +175,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     @property
     def code(self) -> StageCode | None:
-        """The code for the first input shape; None if the stage is not compiled, or compiled in pieces."""
+        """The code for the first input shape; None if the stage is not compiled, or if its pieces are."""
         return next(iter(self._codes.values()), {}).get(None)
 
     def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
@@ -186,7 +187,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     @property
     def room(self) -> int | None:
-        """The limit in bytes for which the partition was chosen; None if AOTAutograd chose the partition."""
+        """Bytes that a step may take with the partition chosen by `partitioner`; None if AOTAutograd chose it."""
         return getattr(self._partitioner, "limit", None)
 
     def like(self, other: nn.Module) -> CompiledStage:
@@ -247,7 +248,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         )
         if shapes not in self._codes:
             if self._needs_gradient is None:
-                # Read the flags in the first run only: in a later one under `no_grad`, they may be False.
+                # Read `requires_grad` in the first run only: in a later run under `no_grad`, it may be False.
                 self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
             if len(self._codes) == MOST_SHAPES:
                 said = "%s has been compiled for %d input shapes, and runs uncompiled for any other shape"

@@ -22,16 +22,16 @@ from rotor_profiling.storage import allocated, tensors_in
 from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
 
-# AOTAutograd gives a partitioner one graph for forward and backward, whose values are never overwritten, so most can be
-# recomputed at any time. Three kinds of nodes cannot: random operators would draw other numbers, collectives and other
-# effects would happen twice, and readers of a buffer that the forward overwrites would read its new values.
+# AOTAutograd gives a partitioner one graph for forward and backward, whose results are never overwritten, so most can
+# be recomputed at any time. Three sorts of nodes cannot: random operators would draw other values, collectives and
+# other effects would happen twice, and readers of a buffer that the forward overwrites would read its new values.
 
 
 # torch 2.13 has `optimization_hint`, and torch 2.11 has `size_hint`.
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
 # Namespaces whose operators depend on nothing but their arguments. Custom operators may depend on more.
 _REPLAYED = ("aten", "prims", "_quantized", "quantized", "quantized_decomposed")
-UNKNOWN_SIZE = 4096  # assumed for a size that depends on data. PyTorch's own partitioner assumes the same number
+UNKNOWN_SIZE = 4096  # value assumed for a tensor size that depends on data, as in PyTorch's own partitioner
 # In training, the outputs of a batch norm do not depend on these arguments.
 _RUNNING_STATISTICS = {"running_mean", "running_var"}
 
@@ -73,7 +73,7 @@ class JointGraph:
 
     @cached_property
     def early(self) -> list[fx.Node]:
-        """Nodes of autograd's backward that can run in the forward: they need no gradient, such as a ReLU's mask."""
+        """Nodes of autograd's backward that can run in the forward, since they read no gradient, as a ReLU's mask."""
         forward = set(self.forward)
         found, ready = [], {*self.primals, *forward}
         for node in self._before_gradients:
@@ -127,12 +127,12 @@ class JointGraph:
 
     @cached_property
     def allocations(self) -> dict[fx.Node, dict[int, int]]:
-        """Per node, the storages of its tensors, with their bytes. A view has the storage of its base."""
+        """Maps each node to a dict from the storages of its tensors to their bytes. A view has its base's storage."""
         return {node: _storages(node.meta.get("val")) for node in self.module.graph.nodes}
 
     @cached_property
     def root(self) -> dict[fx.Node, fx.Node]:
-        """Per node of the forward, the node that allocated its memory: the node itself, unless it is a view."""
+        """Maps each node of the forward to the node that allocated its memory: itself, unless it is a view."""
         found: dict[fx.Node, fx.Node] = {}
         for node in (*self.primals, *self.forward):
             # A `getitem` node shares memory with an input of the operator that returned the tuple, or with no node.
@@ -197,13 +197,12 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def saved_by_torch(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:
-    """Return the nodes that PyTorch's partitioner saves for each budget, a share of the bytes saved by default."""
+    """Return the nodes that PyTorch's partitioner saves for each of `budgets`, shares of the bytes saved by default."""
     found = partitioners.classify_nodes(joint.module, [], joint.num_outputs)
     never = int(1e9)
     for node in reversed(joint.module.graph.nodes):  # `choose_saved_values_set` reads this distance from the backward
         near = [user.dist_from_bw + 1 for user in node.users if node.op != "output"]
         node.dist_from_bw = 0 if node.op != "output" and not found.is_required_fw(node) else min([never, *near])
-    # Call it once per budget: in a call with several, a budget just below 1 makes it return early.
     return [partitioners.choose_saved_values_set(joint.module.graph, found, budget) for budget in budgets]
 
 
@@ -212,7 +211,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def known(size: Any) -> int:
-    """Return a size as a number: for a symbol, the size of the inputs for which the graph is compiled."""
+    """Return a size as an int: for a symbolic one, its value for the inputs for which the graph is compiled."""
     return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
 
 
@@ -231,7 +230,7 @@ _log = logging.getLogger("rotor_py")
 
 
 def guard_sizes(inputs: list[fx.Node]) -> None:
-    """Have TorchDynamo recompile for larger inputs, which need more memory; warn if a size depends on data."""
+    """Make TorchDynamo recompile for larger inputs, which need more memory; log a warning if a size depends on data."""
     for node in inputs:
         value = node.meta.get("val")
         sizes = [value] if isinstance(value, torch.SymInt) else [s for each in tensors_in(value) for s in each.shape]
@@ -240,7 +239,7 @@ def guard_sizes(inputs: list[fx.Node]) -> None:
                 continue
             environment: ShapeEnv = size.node.shape_env
             if any(map(environment.is_unbacked_symint, free_symbols(size))):
-                said = "a size in a graph depends on data (%s); its memory budget is kept if the size is at most %d"
+                said = "a tensor size depends on data (%s): the graph keeps its memory budget if the size is at most %d"
                 fields = record_fields("size_depends_on_data", name=str(size.node.expr), assumed=UNKNOWN_SIZE)
                 _log.warning(said, size.node.expr, UNKNOWN_SIZE, extra=fields)
             elif isinstance(size.node.expr, sympy.Symbol):

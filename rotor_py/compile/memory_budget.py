@@ -26,24 +26,24 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.units import exact_bytes, limit_text, parse_bytes
 
 _log = logging.getLogger("rotor_py")
-# Most operators in one kernel when a graph is recompiled to need less memory. Inductor's default is 64. A guess: three
-# blocks of a Llama then needed 5.7 MB instead of 6.7 MB, and 5.9 MB were predicted.
+# Number of operators that Inductor may fuse into one kernel when it recompiles a graph to need less memory; its default
+# is 64. A guess: a step of three Llama blocks then took 5.7 MB instead of 6.7 MB, and 5.9 MB were predicted.
 _FUSION = 4
 
 Call = Callable[..., Any]
 
 
 class _GraphStepToken:
-    """Lives as long as the step: first the autograd graph of the outputs holds it, then the backward pass."""
+    """Lives as long as a training step: first the autograd graph of the outputs holds it, then the backward pass."""
 
     __slots__ = ("__weakref__",)
 
 
 class GraphWatch:
-    """Measure the peak memory of one training step of a graph, from now to the end of its backward.
+    """Measure the peak memory of one training step of a graph, from this object's creation to the end of the backward.
 
-    `held_bytes` are the bytes of the graph's inputs, parameters included. The caller's memory between forward and
-    backward does not count: the backward's peak is the memory that the forward leaves, incoming gradients, and scratch.
+    `held_bytes` are the bytes of the graph's inputs, parameters included. Memory that the caller allocates between
+    forward and backward does not count, except the gradients of the graph's outputs.
     """
 
     def __init__(self, device: torch.device, held_bytes: int) -> None:
@@ -82,8 +82,8 @@ class GraphWatch:
         assert self._watch is not None
         self._gradients.append(gradient)
         if owned:
-            # A watch cannot be stopped inside a backward. This callback does nothing, but it holds the token, and
-            # autograd's engine frees it when the backward ends.
+            # The watch cannot be stopped inside a backward. This callback only holds the token: autograd's engine frees
+            # both when the backward ends, and then `_over` stops the watch.
             torch_compat.queue_callback(partial(id, owned.pop()))
             self._watch.mark("backward")
 
@@ -98,12 +98,12 @@ class GraphWatch:
 
 
 # Inductor fuses operators and allocates buffers, so the peak of its code is known only after a run. If the first step
-# exceeds the budget, the graph is recompiled before the next one: with smaller fusions, since large ones hold values of
-# several layers at once, and for a budget reduced by the excess. The code with the smaller peak stays in use.
+# exceeds the budget, the graph is recompiled before the next one: with smaller kernels, since large ones hold values of
+# several layers at once, and for a budget reduced by the excess. Later steps run the code with the smaller peak.
 
 
 class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
-    """The backend inductor of `torch.compile` with `options` and a `partitioner`; the graphs' steps are measured."""
+    """The backend inductor of `torch.compile` with `options` and a `partitioner`; each graph is a `WatchedGraph`."""
 
     def __init__(self, options: dict[str, Any], dynamic: bool | None, partitioner: BudgetPartitioner) -> None:
         super().__init__(None, options, dynamic)  # type: ignore[no-untyped-call] # torch leaves it so
@@ -117,7 +117,7 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
         tracing_now, compiling_now = TracingContext.try_get(), CompileContext.try_get()
 
         def compiled(partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
-            """Compile, even later, in TorchDynamo's present context; with small fusions if `narrow`."""
+            """Compile the graph, also later, in TorchDynamo's context of this first call; small kernels if `narrow`."""
             # Import Inductor only here, since the import takes a second.
             from rotor_profiling.torch_compat import compile_fx
             from rotor_profiling.torch_compat import inductor_config as config
@@ -143,7 +143,7 @@ class WatchedGraph:
         self._compile: Callable[..., Call] | None = compilation
         self._partitioner = partitioner.for_one_graph(0)
         self._call = compilation(self._partitioner, narrow=False)
-        self._first: tuple[int, Call] | None = None  # peak and code of the first compilation, if over the budget
+        self._first: tuple[int, Call] | None = None  # the first code and its peak in bytes, if this exceeds the budget
         self._watch: GraphWatch | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -152,7 +152,7 @@ class WatchedGraph:
         if self._compile is None or not torch.is_grad_enabled():
             return self._call(*arguments)
         if self._watch is not None and self._watch.in_flight:
-            self._watch.give_up()  # a second forward has begun within the step, so its peak would include both
+            self._watch.give_up()  # this forward begins before the last one's backward, so the peak would include both
             return self._call(*arguments)
         self._watch = GraphWatch(main_device(tensors_in(arguments)), storage_bytes(tensors_in(arguments)))
         try:
@@ -171,7 +171,7 @@ class WatchedGraph:
             said = "recompiling a graph to need less memory: a step of Inductor's code takes %s, and its budget is %s"
             _log.info(said, *sizes, extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit))
             # Reserve the bytes by which the step exceeded its partition's predicted peak. If the code came from torch's
-            # cache, this prediction is unknown: take the limit instead.
+            # cache on disk, this prediction is unknown, so reserve those by which it exceeded the limit.
             weight = self._partitioner.weight
             self._first = peak, self._call
             self._partitioner = self._partitioner.for_one_graph(max(peak - (weight.peak if weight else limit), 1))
@@ -187,7 +187,7 @@ class WatchedGraph:
                 limit_text(peak), *sizes,
                 extra=record_fields("graph_over_budget", peak_bytes=peak, mem_limit=limit),
             )  # fmt: skip
-        self._compile = self._first = None  # release the code and graphs that they hold
+        self._compile = self._first = None  # free the graph and the code that is not used
 
 
 class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
@@ -199,7 +199,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     Under aot_eager and other backends that run operators one by one, no step exceeds the limit. Inductor's code is
     measured in its first step, and recompiled if it exceeds the limit; if it still does, a warning is logged. To fit,
-    the backward recomputes the values that take least time. Results are those of the graph that saves everything.
+    the backward recomputes values that take little time. Results are as if all were saved (Inductor's: up to rounding).
 
     The budget belongs to the compiled model: it applies after the block, too, and when the graph is recompiled for
     another shape. Models that were compiled before the block are not affected. `options` does the same without a block:
@@ -239,7 +239,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         from rotor_profiling.torch_compat import dynamo_registry as registry
 
         self.compiled += 1
-        default = getattr(registry, "get_default_backend", lambda: "inductor")  # torch 2.11 has no other one
+        default = getattr(registry, "get_default_backend", lambda: "inductor")  # torch 2.11 lacks this function
         backend = settings.get("backend") or default()
         if backend != "inductor":
             return {**settings, "backend": self._bound_backend(backend)}
@@ -247,7 +247,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         if mode is not None and options is not None:
             return {**settings, "backend": backend}  # torch.compile raises an error for mode with options
         if mode is not None:
-            # torch.compile takes no mode along with options, so replace the mode by its options.
+            # torch.compile takes either a mode or options, so replace the mode by the options that it stands for.
             options = torch_compat.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
         partitioner = BudgetPartitioner(self.limit, fused=True)
@@ -282,7 +282,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 _current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)
 
 
-_blocks = 0  # number of `memory_budget` blocks that threads are in; `torch.compile` is replaced while there are any
+_blocks = 0  # number of `memory_budget` blocks that are open in any thread; `torch.compile` is replaced while there are
 _lock = threading.Lock()
 _plain_compile: Any = torch.compile
 

@@ -35,7 +35,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # the channels-last
 
 
 def laid_out(node: fx.Node) -> int:
-    """Return how many first arguments of a CPU convolution Inductor puts channels-last; of its backward, one more."""
+    """Return how many leading arguments Inductor converts to channels-last: on the CPU, 2 or 3 of a convolution's."""
     value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return 0
@@ -43,7 +43,7 @@ def laid_out(node: fx.Node) -> int:
 
 
 def copied_bytes(node: fx.Node, last: int) -> int:
-    """Return the bytes that Inductor copies to put the first `last` arguments of a node channels-last."""
+    """Return the bytes that Inductor copies to convert the first `last` arguments of a node to channels-last."""
     if not last:
         return 0
     wanted: Any = node.args[-1]  # of a backward: which gradients to compute, the image's first
@@ -60,15 +60,15 @@ def copied_bytes(node: fx.Node, last: int) -> int:
     return copied
 
 
-# Each kind of operator is run alone, on tensors of the same sizes. Its time decides which values to recompute, and its
-# scratch memory, which the graph does not show, adds to the peak.
+# Every operator of the graph runs alone, once for all nodes with equal arguments (`_kind`), on tensors of their sizes.
+# Its time decides which values to recompute. Its scratch memory, which the graph does not show, adds to the peak.
 
 
 _log = logging.getLogger("rotor_py")
 
-# Memory bandwidth, assumed for operators that cannot be run alone. A guess: if wrong, these operators are ranked badly.
+# Bytes per second that an operator that cannot be timed alone is assumed to read and write. A guess.
 _BYTES_PER_SECOND = 1e10
-# Timings of an operator. The fastest counts, since disturbances only lengthen runs. A guess: more make planning slower.
+# Number of timed runs of an operator; the fastest counts, since disturbances only lengthen runs. A guess.
 _RUNS = 3
 
 
@@ -78,19 +78,19 @@ class Cost:
 
     seconds: float = 0.0
     scratch: int = 0  # peak bytes beyond inputs and outputs
-    keeping: float = 0.0  # seconds to write the value to memory in the forward and to read it in the backward
+    keeping: float = 0.0  # seconds to write its value to memory in the forward and to read it in the backward, if fused
 
 
-# Costs by kind of operator, measured once in a process, so that equal budgets lead to equal partitions.
+# Costs by operator and arguments (`_kind`), measured once in a process, so that equal budgets lead to equal partitions.
 _known: dict[Hashable, Cost] = {}
 
 
-# By kind of operator: a function that makes arguments for it, and returns a function that calls it with these.
+# Maps an operator and its arguments' sizes to a function that makes such arguments and returns a call with them.
 _Runs = dict[Hashable, Callable[[], Callable[[], Any]]]
 
 
 def operator_costs(joint: JointGraph, *, inductor: bool = False) -> dict[fx.Node, Cost]:
-    """Return the cost of every node. `inductor`: measure CPU convolutions in the layouts that Inductor chooses."""
+    """Return the cost of every operator. `inductor`: measure CPU convolutions in the layouts that Inductor chooses."""
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
     copied: dict[fx.Node, int] = {}
@@ -166,7 +166,7 @@ def _tensor_like(value: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(
         tuple(map(known, value.shape)), tuple(map(known, value.stride())), dtype=value.dtype, device=value.device
     )
-    # Fill integers with 0, which is a valid index, and floats with an ordinary number.
+    # Fill floating-point tensors with an ordinary value, and others with 0, which is a valid index.
     return made.fill_(0.5) if made.is_floating_point() else made.zero_()
 
 
@@ -213,20 +213,20 @@ def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
     return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}
 
 
-# The time of a cheap operator that runs alone is memory traffic. Fused by Inductor, it has almost none: its value stays
-# in a register. Recomputing the value is then faster than keeping it, which one kernel writes and another one reads.
+# A cheap operator that runs alone spends most of its time on reading and writing memory. Fused by Inductor, it leaves
+# its value in a register. Recomputing this value in the backward's kernel is then faster than keeping it in memory.
 
 
-# Time of a fused operator, as a share of its time alone. A guess: if too high, the partition keeps values that are
-# faster to recompute; if too low, it recomputes values that are faster to keep.
+# Seconds of a fused operator, as a share of its seconds alone. A guess: if too high, the partition keeps values that
+# are faster to recompute; if too low, it recomputes values that are faster to keep.
 _SHARE = 0.15
-_REDUCED_SHARE = 0.5  # the same share for reductions, which read their input from memory
+_REDUCED_SHARE = 0.5  # the same share for a fused reduction, whose input is in memory
 _SAMPLE_BYTES = 1 << 22
 _FUSED_RUNS = 5
 
 
 def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
-    """Return the costs of operators when Inductor fuses them, given `costs` of operators run one by one."""
+    """Estimate the costs of operators that Inductor fuses, from the measured `costs` of operators run one by one."""
     kinds = partitioners.get_default_op_list()
     found = {}
     for node, cost in costs.items():
@@ -241,7 +241,7 @@ def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, 
 
 
 def reduces(node: fx.Node) -> bool:
-    """Whether a node's value has fewer elements than one of its inputs, as that of a sum has."""
+    """Whether a node returns a tensor with fewer elements than one that it reads, as a sum does."""
     value = node.meta.get("val")
     read = [each.meta.get("val") for each in node.all_input_nodes]
     sizes = [each.numel() for each in read if isinstance(each, torch.Tensor)]

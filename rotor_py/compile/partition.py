@@ -1,4 +1,4 @@
-"""Partition a joint graph into forward and backward: the order of their nodes, both graphs, and the peak in bytes."""
+"""Split a joint graph into the graphs of forward and backward, and simulate the memory of a step of both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, r
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One run of a node in the backward. `reads` maps each input to the run that made it, or to a forward node."""
+    """One run of a node. `reads` maps each input to the run in the same graph that made it, or else to itself."""
 
     node: fx.Node
     reads: dict[fx.Node, Run | fx.Node]
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Nodes of the `forward`, nodes whose values are `saved`, inputs included, and runs of the `backward`."""
+    """Nodes of the `forward`, nodes whose values are `saved` (also the graph's inputs), and runs of the `backward`."""
 
     forward: tuple[fx.Node, ...]
     saved: frozenset[fx.Node]
@@ -48,7 +48,7 @@ class Partition:
 
 @dataclass
 class BackwardWriter:
-    """Write the backward as a list of runs. Recompute a missing value right before its first reader."""
+    """Writes the backward as a list of runs. A value that was not kept is recomputed right before its first reader."""
 
     joint: JointGraph
     kept: set[fx.Node]  # nodes whose values the forward keeps; all of them allocate memory, some are `JointGraph.early`
@@ -64,7 +64,7 @@ class BackwardWriter:
                 self.siblings.setdefault(node.all_input_nodes[0], []).append(node)
 
     def write(self, node: fx.Node) -> None:
-        if node in self.available or node in self.kept:  # a tuple's element, already unpacked, or made in the forward
+        if node in self.available or node in self.kept:  # an element of an unpacked tuple, or a value of the forward
             return
         for each in node.all_input_nodes:
             self.make(each)
@@ -112,7 +112,7 @@ class BackwardWriter:
         run = Run(node, {each: self.available.get(each, each) for each in node.all_input_nodes})
         self.runs.append(run)
         self.available[node] = run
-        # Unpack a tuple at once, since it keeps all of its tensors alive.
+        # Unpack a tuple at once, since it would keep tensors alive that nobody reads.
         for each in self.siblings.get(node, ()):
             if each not in self.kept:
                 self.available[each] = Run(each, {node: run})
@@ -122,7 +122,7 @@ class BackwardWriter:
 
 
 def partition_keeping(joint: JointGraph, kept: Iterable[fx.Node]) -> Partition:
-    """Return the partition that keeps `kept` and recomputes all other values once, right before the first reader."""
+    """Return the partition that keeps `kept` and recomputes each other value at most once, right before it is read."""
     writer = BackwardWriter(joint, set(kept))
     for node in joint.backward:
         writer.write(node)
@@ -176,7 +176,7 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
         **options,
     )
-    # Remove random operators without readers, such as attention, which PyTorch leaves in the backward.
+    # Remove random operators that no node reads, such as attention: they count as impure, so PyTorch leaves them.
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
@@ -188,9 +188,9 @@ def extract(
 
 
 def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
-    """Return the runs whose values stay in registers, and their views; values of `ends` are kept in memory.
+    """Return the runs of fused operators whose values need no memory, and views of these. `ends` are not among them.
 
-    Results of reductions are in memory, and so are values read both before and after an operator that is not fused.
+    Results of reductions are in memory, and so are values that several kernels, or an operator without fusion, read.
     """
     kinds = partitioners.get_default_op_list()
     readers: dict[Run, list[int]] = {}
@@ -255,7 +255,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The costs of a partition: peak and saved bytes, and the time of its operators and of keeping values."""
+    """Peak and saved bytes of a partition, its seconds (with those of keeping values), and those of recomputing."""
 
     peak: int
     saved: int
@@ -288,7 +288,7 @@ class GraphCosts:
 
 
 def weigh(costs: GraphCosts, partition: Partition) -> Weight:
-    """Simulate `partition` and return its costs."""
+    """Simulate a step of `partition`, and return its costs."""
     joint, operators = costs.joint, costs.operators
     steps: dict[fx.Node, Run] = {}
     for node in partition.forward:
@@ -321,7 +321,7 @@ def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
 def _live_bytes(
     costs: GraphCosts, runs: list[Run], ends: list[Run | fx.Node], held: _Memory, incoming: _Memory
 ) -> list[int]:
-    """Return live bytes before and during `runs`. `held` and `ends` stay; `incoming` is freed after its last read."""
+    """Return the live bytes before `runs`, then during each. Only `incoming` and values made by `runs` are freed."""
     joint, fused, made = costs.joint, costs.estimated, dict[Run, _Memory]()
 
     def memory(value: Run | fx.Node) -> _Memory:

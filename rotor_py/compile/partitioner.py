@@ -70,10 +70,10 @@ class BudgetPartitioner(_Partitioner):
     fused: bool = False  # whether Inductor fuses the operators of the graphs
     estimated: bool = False  # whether the predicted peak is an estimate for fused code, which the caller measures
     loss: int = 0  # bytes in use between forward and backward, beyond the outputs and their gradients
-    # The last choice for each frame that TorchDynamo compiles; each graph break begins a new frame.
+    # By TorchDynamo's frame id: costs of the partition last chosen for it. Each graph break begins a new frame.
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
-    reserve: int = 0  # bytes of the limit reserved for the compiler's own buffers
-    # For the last graph: the chosen partition's costs ("chosen") and those of all candidates ("candidates").
+    reserve: int = 0  # bytes of the limit kept free for buffers that Inductor's code allocates beyond the prediction
+    # For the last graph, costs of the partition in use ("chosen") and of all candidates, by peak ("candidates").
     _last: dict[str, list[Weight]] = field(default_factory=dict, compare=False, repr=False)
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
@@ -89,7 +89,7 @@ class BudgetPartitioner(_Partitioner):
         return bool(self._last) and self._last["chosen"][0] is self._last["candidates"][0]
 
     def gain(self, limit: int) -> float:
-        """Predict the share of time that the last graph would save if partitioned for another `limit`."""
+        """Predict the share by which the last graph's step would be faster if partitioned for another `limit`."""
         fitting = [each for each in self._last.get("candidates", ()) if each.peak <= limit]
         return 1 - fitting[-1].seconds / max(self._last["chosen"][0].seconds, 1e-12) if fitting else 0.0
 
@@ -106,7 +106,7 @@ class BudgetPartitioner(_Partitioner):
         costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated, loss=self.loss)
         usual = by_torch(joint, costs, [1])[0] if self.fused else None
         if usual is not None and usual.weight.peak <= room:
-            found, best = [usual], usual  # PyTorch's own partition fits, and no faster one is known
+            found, best = [usual], usual  # PyTorch's own partition fits, so seek no other
         else:
             found = candidates(joint, costs, usual)
             fitting = [each for each in found if each.weight.peak <= room]
@@ -150,13 +150,13 @@ class BudgetPartitioner(_Partitioner):
 
 
 def whole_partitioner(limit: int, step: Chain) -> BudgetPartitioner:
-    """Return a partitioner for a graph compiled as a whole, in a step with the costs `step`. The caller measures it."""
+    """Return a partitioner for a model compiled as one graph, whose loss takes the bytes that it takes in `step`."""
     return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp)
 
 
 @cache
 def code_digest() -> str:
-    """Return a digest of this folder's code. It is part of cache keys, since other code may partition differently."""
+    """Return a digest of this folder's code, for cache keys: another version of it may partition differently."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -165,9 +165,9 @@ def code_digest() -> str:
 
 @dataclass(frozen=True)
 class SharePartitioner(_Partitioner):
-    """Partition graphs as PyTorch's partitioner does for a budget: `share` of the bytes that it saves by default.
+    """Partition graphs by the choice of PyTorch's partitioner for a budget: `share` of the bytes it saves by default.
 
-    PyTorch only chooses the values. Its own graphs would draw a dropout's numbers again in the backward (torch 2.13).
+    `extract` makes the graphs from it: PyTorch's own ones would draw dropout's mask again in the backward (torch 2.13).
     """
 
     share: float
@@ -180,8 +180,8 @@ class SharePartitioner(_Partitioner):
 
 
 # In a graph with convolutions, Inductor converts images and weights to channels-last, also saved ones. So it would save
-# a copy of every weight, which the graph does not show: 8 of 27 MB of a U-Net. Inductor does not convert outputs that
-# are visible to the user, so declare saved inputs visible. The backward then converts each one, which takes no longer.
+# a copy of every weight, which the graph does not show: 8 of the 27 MB of a U-Net's step. Inductor does not convert
+# outputs that are visible to the user, so declare saved inputs visible. The backward then converts them.
 
 
 _PASSES = "post_grad_custom_post_pass"
@@ -189,7 +189,7 @@ _SEEN = "user_visible_output_idxs"
 
 
 def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Inductor's `options` with a last graph pass added, which keeps the layouts of saved inputs."""
+    """Return Inductor's `options` with `SavedInputs` as the last graph pass, so saved inputs keep their layouts."""
     from rotor_profiling.torch_compat import inductor_config as config
 
     passes = options.get(_PASSES, getattr(config, _PASSES))
@@ -200,7 +200,7 @@ def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SavedInputs(CustomGraphPass):
-    """Graph pass that declares the layouts of returned inputs, and of views of inputs, visible to the user."""
+    """Graph pass that declares returned inputs, and views of them, as visible to the user, so their layouts stay."""
 
     def __call__(self, graph: fx.Graph) -> None:
         end = graph.output_node()

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn
 
 
-# Note [The numbers of compiled stages]
+# Note [Results of compiled stages]
 #
-# Inductor's fused operators round differently from eager ones. A planned step promises the numbers of the same step
-# with everything stored, so the first forward, the recomputation and the backward of a stage must round alike:
+# Inductor's fused operators round differently from eager ones. A planned step promises the results, to the bit, of the
+# same step with everything stored, so the first forward, recomputations and backward of a stage must round alike:
 #
 #  1. A stage is compiled or not for a whole plan, as the plan's `Cut` says, not for single runs.
 #  2. The code of a stage has the forward and backward of AOTAutograd's partitioner; a run under `no_grad` is the same
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 #     in a register in float32. Such code is a storage mode only if it computes the same outputs, buffers and gradients
 #     on the measured input to the bit (`same_bits`); for other batches, equal bits are likely, but not certain. So
 #     within a plan, all runs of a stage use one code, the code of its run with gradients (`ways_are_code`). A graph
-#     compiled as a whole (`capture/variants.py`) has another partition for each limit. A plan never mixes them, and
-#     their bits are mostly equal, but not promised to be: sums may be in another order.
+#     compiled as a whole (`capture/variants.py`) has another partition for each limit. A plan uses one of them, and the
+#     results of two are mostly equal to the bit, but not promised to be: sums may be in another order.
 #  3. Random state and buffers are restored as for any stage (`stage/forward_state.py`). Generated kernels draw their
 #     seed from PyTorch's generator, and pass it to the backward as a saved tensor. Buffers are inputs of the code,
 #     which writes into them, so a recomputation gets copies.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 #  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that compiled and other
 #     stages fit together. Inputs are saved as given, not as copies in another layout (`saving_inputs`).
 #
-# So a step's numbers depend on which stages a plan compiles, but not on the tensors that it stores.
+# So a step's results depend on which stages a plan compiles, but not on the tensors that it stores.
 
 
 Config = tuple[tuple[str, Any], ...]  # options of Inductor, by name
@@ -50,18 +50,18 @@ class NotCompilableError(Exception):
     """Raised if a stage cannot be compiled; the message says why."""
 
 
-# Source of a leaf of a stage's output: a position among the code's outputs ("made") or inputs ("given"), or a value.
+# Source of a leaf of a stage's output: an index of the code's outputs ("made") or inputs ("given"), or the leaf itself.
 _Output = tuple[Literal["made", "given", "constant"], Any]
 
 
 class StageCode:
-    """Compiled code for stages of one kind. A stage's parameters and buffers are the first inputs of the code."""
+    """Compiled code that equal stages share: its first inputs are the parameters and buffers of the stage that runs."""
 
     def __init__(self, call: Callable[..., Any], outputs: Sequence[_Output], spec: TreeSpec) -> None:
         self._call = call
         self._outputs = outputs
         self._spec = spec
-        # Where each stage holds its parameters and buffers, cached: finding them takes longer than a small kernel.
+        # Dicts and keys that hold each stage's parameters and buffers. Cached: to search takes longer than a kernel.
         self._places: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
 
     def run(self, stage: nn.Module, value: Any) -> Any:
@@ -83,7 +83,7 @@ class StageCode:
 
 
 def owned_slots(stage: nn.Module) -> list[Slot]:
-    """Return every place where `stage` holds a parameter or buffer: its table, its name, and the tensor."""
+    """Return where `stage` holds its parameters and buffers: for each, a module's dict, the key, and the tensor."""
     tables = [module._parameters for module in stage.modules()]
     parameters = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
     return [*parameters, *buffer_slots(stage)]
@@ -117,7 +117,7 @@ def compile_code(
     flags = [*(tensor.requires_grad for tensor in owned), *needs_gradient]
     function = _TensorFunction(stage, leaves, spec)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of its own internals here
+        warnings.simplefilter("ignore")  # PyTorch's warnings here are not about the user's code
         call = _compile(function, [*owned, *given], flags, config)
     assert function.spec is not None
     return StageCode(call, function.outputs, function.spec)
@@ -144,7 +144,7 @@ class _TensorFunction(nn.Module):
 
     def note_outputs(self, *tensors: torch.Tensor) -> None:
         """Run the stage, and record where its outputs come from. Raises NotCompilableError if it makes no tensor."""
-        # Not while AOTAutograd traces: it passes other tensor objects, so inputs that are returned are not recognized.
+        # Do not do this while AOTAutograd traces: it passes other tensor objects, so returned inputs are not found.
         returned, self.spec = tree_flatten(self._returned(tensors))
         for position, leaf in enumerate(returned):
             given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
@@ -204,18 +204,18 @@ def _compile(
         function.note_outputs(*fake)
     context = TracingContext(mode)
     with (
-        disable_current_modes(),  # modes that observe the stage's first run must not see the tracing
+        disable_current_modes(),  # dispatch modes that observe the stage's first run must not see the tracing
         tracing(context),
         torch.enable_grad(),
-        # `donated_buffer`: Rule 4. Compile the backward now, since otherwise the first backward would. Disable
-        # AOTAutograd's cache: its key is the given graph, which for every stage is one call, so it would confuse
-        # stages. Inductor's cache stays on: its key is the traced operators.
+        # `donated_buffer`: Rule 4. Compile the backward now, not in the first training step. Disable AOTAutograd's
+        # cache: its key is the graph of `as_graph`, one call for every stage, so stages would get each other's code.
+        # Inductor's cache stays on: its key is the traced operators.
         functorch_config.patch(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
     ):
         call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
-    # PyTorch reads None ("not checked") as "some are donated", and would raise an error for a retained graph.
+    # PyTorch takes None as "some saved tensors are donated", and would raise an error for a retained graph.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
     return cast(Callable[..., Any], call)
@@ -225,7 +225,7 @@ Compile = bool | str | Mapping[str, Any]  # True, a mode of `torch.compile`, or 
 
 
 def config_of(given: Compile) -> Config | None:
-    """Return Inductor's options for the argument `compile`; None for False. Raises ValueError or TypeError."""
+    """Return Inductor's options for `Checkpointable`'s `compile`; None for False. Raises ValueError or TypeError."""
     if given is False:
         return None
     if not (given is True or isinstance(given, str | Mapping)):
@@ -237,7 +237,7 @@ def config_of(given: Compile) -> Config | None:
     options = dict(given) if isinstance(given, Mapping) else None
     what = f"compile={given!r}"
     try:
-        # Let torch.compile's own backend read and check the mode and the options.
+        # Let the backend class of torch.compile itself read and check the mode and the options.
         found: dict[str, Any] = torch_compat.TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
         raise InvalidValueError(f"{what}: {error}", kind="unknown_value", name="compile") from error
@@ -252,6 +252,6 @@ def config_of(given: Compile) -> Config | None:
     return tuple(sorted(found.items()))
 
 
-# Storage modes of a compiled stage, by budget: the share that each keeps of the bytes that PyTorch's partitioner keeps
-# by default. They also recompute matrix products. A guess: further budgets often lead to the same partitions.
+# Maps each storage mode of a compiled stage to its budget: a share of the bytes that PyTorch's partitioner saves by
+# default. Small budgets also recompute matrix products. A guess: further budgets often lead to the same partitions.
 WAYS = {f"within a budget of {budget:.0%}": budget for budget in (0.6, 0.3, 0.1)}
