@@ -1,4 +1,4 @@
-"""Run a model's forward under TorchDynamo, which calls our backend with every graph that it captures."""
+"""Run a model's forward under TorchDynamo, and the graphs that it captures with the functions of a plan."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from rotor_py.stage.forward_state import autocast_now
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
-# Size of the LRU cache `_compiled`. A guess: a larger one holds more traced graphs, a smaller one traces more often.
+# Number of compiled forwards in the LRU cache `_compiled`. A guess: more take more memory, fewer are traced more often.
 _MAX_COMPILED = 32
 # An option of newer releases of `torch.compile`. After a graph break, TorchDynamo also compiles library functions that
-# all models share. Without the option, versions of other models count against the limit, and guards raise KeyError.
+# all models call. Without the option, their versions for other models count against the recompile limit.
 _ISOLATE = "isolate_recompiles"
 _extra: dict[str, Any] = {_ISOLATE: True} if _ISOLATE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
@@ -48,15 +48,15 @@ _compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
 @dataclass(slots=True)
 class _Compiled:
     run: Callable[..., Any]
-    traced: int = 0  # number of TorchDynamo's traces of this forward
-    breaks: list[str] = field(default_factory=list)  # source line of each graph break: path:number, and its text
-    # Set if TorchDynamo gave up a function in a model, as for a hook in a loop: it then skips it in all models.
+    traced: int = 0  # number of times that TorchDynamo has traced this forward
+    breaks: list[str] = field(default_factory=list)  # source line of each graph break, as "path:number (text)"
+    # The tracing in which TorchDynamo gave up a function, as for a hook in a loop: it then skips it for all models.
     given_up: weakref.ref[Tracing] | None = None
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a compiled forward, which several models may share and call in several threads at once."""
+    """One call of a compiled forward. Several models may share the forward, and several threads call it at once."""
 
     run: Handler
     tracing: Tracing
@@ -65,7 +65,7 @@ class _Call:
     compiled: _Compiled | None = None
 
     def begin_tracing(self) -> None:
-        """Call `recaptured` once: TorchDynamo's start callback does, or `_backend` if another thread also compiles."""
+        """Call `recaptured`, if not called yet. TorchDynamo's start callback does this, or else `_backend`."""
         report, self.recaptured = self.recaptured, None
         if report is not None:
             report()
@@ -83,22 +83,22 @@ class TracedGraph:
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         call = _call.get()
-        # Without a call, a user's own torch.compile runs this graph. If torch lacks `isolate_recompiles`, a function at
-        # its recompile limit runs any compiled version whose guards pass, also one from another backend such as ours.
+        # Without a call, a user's own torch.compile runs this graph: if torch lacks `isolate_recompiles`, a function at
+        # its recompile limit runs any compiled version whose guards pass, also one of another backend.
         return run_graph(self.graph_module, arguments) if call is None else call.run(self, arguments)
 
 
 def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> _Compiled:
     """Return the compiled forward for models structured like `model`; `marks` is the signature of `FSDPMarks`."""
     key = _structure(model), marks, answers, open_sizes
-    # A compiled function takes its model as an argument, so it keeps none alive. Replace one at the recompile limit.
+    # Replace a forward that has reached the recompile limit, or that TorchDynamo gave up.
     if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS or _compiled[key].given_up:
-        # Do the same as `torch.compile`, which does not expose the context object whose callback is wrapped below.
+        # Do what `torch.compile` does: itself, it does not return the context object whose callback is wrapped below.
         backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)
         context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_extra)
         if hasattr(context, "callback"):  # absent if TorchDynamo is disabled, as by TORCHDYNAMO_DISABLE=1
             context.callback = _with_tracing_settings(context.callback)
-        # Copy the code object: TorchDynamo counts recompilations for each code object.
+        # Copy the code object, since TorchDynamo counts recompilations by code object.
         _compiled[key] = _Compiled(context(FunctionType(_forward.__code__.replace(), _forward.__globals__, "forward")))
     _compiled.move_to_end(key)
     if len(_compiled) > _MAX_COMPILED:
@@ -120,8 +120,8 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap TorchDynamo's `callback`, which traces a frame that no cached graph fits, in the settings of `Tracing`."""
 
-    # `wraps` copies the attributes by which TorchDynamo identifies the backend. A `__getattr__` in Python could not
-    # provide them: TorchDynamo reads them while it sends every new frame, also that of `__getattr__`, to the callback.
+    # `wraps` copies the attributes by which TorchDynamo identifies the backend. No `__getattr__` could provide them:
+    # TorchDynamo would send its frame, like every new one, to this callback.
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
@@ -142,7 +142,7 @@ def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_modes() -> None:
     """Raise UnsupportedModelError if the caller has entered a dispatch mode under which TorchDynamo does not trace."""
-    # TorchDynamo still traces under modes that set one of these flags; releases of torch differ in the flag they read.
+    # TorchDynamo traces under modes that set one of these flags; which one it reads depends on the release.
     flags = ("is_infra_mode", "ignore_compile_internals")
     modes = [mode for mode in dispatch_mode_stack() if not any(getattr(mode, flag, bool)() for flag in flags)]
     if modes:
@@ -156,10 +156,10 @@ def _refuse_modes() -> None:
 
 
 def _structure(model: nn.Module) -> Hashable:
-    """Return a key that is equal for models of one structure. By guards alone, all would share one recompile limit."""
+    """Return a key that is equal for models that share a compiled forward; each forward has its own recompile limit."""
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    # `remove_duplicate=False` lists a tied weight under both names, so that its key differs from that of a lone weight.
+    # `remove_duplicate=False` lists a tied weight under both names, so that a model with one has another key.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
     return modules, kinds, autocast_now([torch.device("cuda")]), hooks_on_all_modules()
 
@@ -168,7 +168,7 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 
 class CapturedForward:
-    """Capture and run the forward of one model. `gathered`: FSDP has gathered its parameters, so it needs no marks."""
+    """Capture and run the forward of one model. `gathered`: FSDP has gathered its parameters, so capture it plainly."""
 
     def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
         self.model = model
@@ -176,19 +176,19 @@ class CapturedForward:
         self.open_sizes = open_sizes
         self._granularity = granularity
         self._marks: FSDPMarks | None = None
-        # The compiled forward for each combination of answers, made at its first call. None before `_read_model`.
+        # Maps the assumed answers (Note in `patches.py`) to a compiled forward. None before `_read_model`.
         self._forwards: dict[Answers, _Compiled] | None = None
-        # Per traced graph, one entry for each layer that runs it: equal layers share a traced graph.
+        # Maps each traced graph, which equal layers share, to a list with a graph for each of these layers.
         self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
         self.tracing = Tracing(model)
-        self._answers: Answers = ()  # answers that the last batch gave, assumed for the next batch
+        self._answers: Answers = ()  # answers that were right for the last batch, assumed for the next one
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_marks": None, "_forwards": None, "_graphs": {}}
 
     @property
     def breaks_at(self) -> str | None:
-        """Source line of the first graph break: path:number, and its text. None without breaks."""
+        """Source line of the first graph break, as "path:number (text)". None without breaks."""
         return next((line for each in (self._forwards or {}).values() for line in each.breaks), None)
 
     def call(
@@ -199,18 +199,18 @@ class CapturedForward:
         recaptured: Callable[[], None] | None = None,
         put_back: Callable[[], None] | None = None,
     ) -> Any:
-        """Run the model's forward with `run_graph` in place of each graph. Call `recaptured` if TorchDynamo captures
-        another graph, and `put_back` to restore the model's state before the forward is repeated with other answers.
+        """Run the model's forward; `run_graph` runs each graph. Calls `recaptured` if TorchDynamo captures another
+        graph, and `put_back`, which restores the model's state, before it repeats the forward with other answers.
         Raises UnsupportedModelError for a sharded model that has graph breaks; the model's own errors pass through.
         """
-        if self._forwards is None:  # never measured: the plan was loaded from a file, or this is a copy
+        if self._forwards is None:  # `measuring` was not entered: the plan was loaded from a file, or this is a copy
             self._read_model()
         answers = self._answers
         while True:
             asking = Asking(answers)
             try:
                 output = self._call(args, kwargs, run_graph, recaptured, asking)
-            except OtherAnswerError as other:  # raised by a check before any stage has run
+            except OtherAnswerError as other:  # raised by a check in the context, before any stage has run
                 answers = asking.corrected(other)
                 if put_back is not None:
                     put_back()
@@ -233,7 +233,7 @@ class CapturedForward:
         def run(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             asking.open = False
             graph = self._captured(traced, arguments, taken)
-            # The forward calls this while the model has marks and holes; the graph needs the model's own tensors.
+            # The forward calls this inside `marked`; the graph needs the model's own parameters and hooks.
             with marks.unmarked() if marks else nullcontext():
                 outputs = run_graph(graph, arguments)
             if self.open_sizes:
@@ -247,7 +247,7 @@ class CapturedForward:
         call = _Call(run, self.tracing, inputs, recaptured if known and self._graphs else None)
         token = _call.set(call)
         try:
-            # Replace functions in every step: TorchDynamo's guards compare them, and any step may capture a new graph.
+            # Replace functions in every step: TorchDynamo's guards compare them, and any step may trace anew.
             with functions_replaced, marks.marked() if marks else nullcontext():
                 if not known:
                     signature = marks.signature if marks else None
@@ -266,7 +266,7 @@ class CapturedForward:
                 kind="graph_break",
             ) from error
         except TorchRuntimeError:
-            if marks is None:  # a model with marks cannot run uncaptured, since its parameters are holes now
+            if marks is None:  # else the model cannot run uncaptured, since its parameters have no storage now
                 self._raise_own_error(args, kwargs)
             raise
         finally:
@@ -274,7 +274,7 @@ class CapturedForward:
             _call.reset(token)
 
     def _raise_own_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the uncaptured forward to raise the model's own error, if any: TorchDynamo's has hundreds of lines."""
+        """Raise the error of the uncaptured forward, if it has one: TorchDynamo's error has hundreds of lines."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         with isolated(self.model, device), torch.no_grad():
             try:
@@ -284,13 +284,13 @@ class CapturedForward:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Read the model's sharding again, since it may have changed, and disable marks while stages are measured."""
+        """Read how the model is sharded, which may have changed. Inside this context, marks do nothing."""
         self._read_model()
         marks = self._marks
         if marks is None:
             yield
             return
-        self._graphs.clear()  # the stages of these graphs call the previous FSDPMarks
+        self._graphs.clear()  # stages of earlier graphs would call the FSDPMarks from before
         marks.measuring = True
         try:
             yield
@@ -303,7 +303,7 @@ class CapturedForward:
         self._forwards = {}
 
     def _captured(self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph]) -> CapturedGraph:
-        """Return the traced graph bound to the parameters in `arguments`, or one that this forward has not used."""
+        """Return the graph that has the parameters in `arguments`, or else one that this call has not `taken` yet."""
         known = self._graphs.setdefault(traced, [])
         found = next((each for each in known if each.has(arguments)), None)
         found = found or next((each for each in known if each not in taken), None)
@@ -319,13 +319,13 @@ class CapturedForward:
         return "use_cache" in inspect.signature(self.model.forward).parameters
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Add `use_cache=False`, as transformers does under checkpointing: training never reads the key-value cache."""
+        """Add `use_cache=False`, as transformers does under checkpointing, since the key-value cache takes memory."""
         cached = getattr(getattr(self.model, "config", None), "use_cache", False) and "use_cache" not in kwargs
         return {**kwargs, "use_cache": False} if cached and self._takes_use_cache else kwargs
 
 
 def run_as_captured(model: nn.Module) -> Callable[..., Any]:
-    """Return a forward that captures `model` and runs its graphs unplanned; a sharded model's own forward instead."""
+    """Return a forward that captures `model` and runs its graphs unplanned. A sharded model is not captured."""
     if groups_of(model):
         return model.forward
     forward = CapturedForward(model, granularity=1)

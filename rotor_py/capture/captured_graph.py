@@ -1,4 +1,4 @@
-"""One captured graph as a chain of stages. The nodes that need no gradient, its context, run before the stages."""
+"""One captured graph as a chain of stages, before which its context runs: nodes that need no gradient."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Agree = Callable[[list[int]], list[int]]
 
 
 class CapturedGraph:
-    """A captured graph of one model, cut at its first call into at most `granularity` stages; `buffers` holds ids of
-    the model's buffers. Raises OtherAnswerError if several processes train and the graph assumes yes about the batch.
+    """A captured graph of one model, to be `split` into at most `granularity` stages. `buffers` has the ids of the
+    model's buffers. Raises OtherAnswerError if several processes train and the graph assumes a yes about the batch.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class CapturedGraph:
         self._leaving: list[fx.Node] = []  # outputs of the last stage
         self.overwriting: fx.Node | None = None  # the last node of the context that writes into an input of the graph
         self._context: fx.GraphModule | None = None
-        self._made: list[fx.Node] = []  # results of the context
-        # The model's own tensors by placeholder, and their positions among the graph's inputs.
+        self._made: list[fx.Node] = []  # nodes of the context whose values it returns
+        # Maps placeholders to the model's parameters and buffers; and the indices of these among the graph's inputs.
         self._owned: dict[fx.Node, torch.Tensor] = {}
         self._owned_at: list[int] = []
 
     def split(
         self, arguments: tuple[Any, ...], like: CapturedGraph | None = None, agree: Agree = lambda weights: weights
     ) -> None:
-        """Cut the graph into stages at its first call, which brings the parameters. Cut it where the graph `like`, of
-        other sizes, was cut, or else by the weights of nodes, after `agree` has made them equal in all processes.
-        Raises UnsupportedModelError for graphs that cannot be recomputed, and OtherAnswerError.
+        """Cut the graph into stages, given the `arguments` of its first call. Cut it where `like`, the graph for other
+        sizes, was cut, or else by the bytes of nodes, which `agree` makes equal in all processes. Raises
+        UnsupportedModelError for graphs that cannot be recomputed, and OtherAnswerError (Note in `patches.py`).
         """
         if self._is_split:
             return
@@ -105,7 +105,7 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        self._facts, self._is_split = facts, True  # after the errors above, which a later call has to raise again
+        self._facts, self._is_split = facts, True  # only now, so that a later call raises the errors above again
         self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
@@ -140,7 +140,7 @@ class CapturedGraph:
         return [given for node, given in pairs if any(overwritten_by(each, [node]) for each in self._facts.context)]
 
     def remember_written(self, cut: Cut) -> None:
-        """Have recomputed stages of `cut` restore the buffers that other stages write into."""
+        """Tell stages of `cut` which buffers others write into, so that recomputations read their former values."""
         written = [tensor for node, tensor in self._owned.items() if node in self._facts.written]
         remember_moved_elsewhere([function for _, function in cut.stages], written)
 
@@ -194,7 +194,7 @@ class CapturedGraph:
         return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
 
     def let_go_of_parameters(self) -> None:
-        """Replace parameters by placeholders of one element until the next call: FSDP frees the gathered ones."""
+        """Replace parameters by ones of one element until the next call, so that FSDP can free the gathered ones."""
         now: dict[fx.Node, torch.Tensor] = {}
         for node, tensor in self._owned.items():
             if isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.element_size():
@@ -226,8 +226,8 @@ def _run_context(context: fx.GraphModule, given: list[Any]) -> Any:
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """Refuse a sharded module whose outputs need no gradient: in the backward, gradients of outputs trigger gathers."""
-    attached: dict[Any, bool] = {}  # per entered module: whether any node since then requires a gradient
+    """Raise UnsupportedModelError for a sharded module whose outputs need no gradient: these trigger gathers."""
+    attached: dict[Any, bool] = {}  # maps each module that began to whether a node since then requires a gradient
     for node in facts.body:
         if node.target is enter:
             attached[node.args[0]] = False
@@ -256,9 +256,9 @@ def runners_of(
 
 
 def shared_apart(stages: Sequence[Layer], value: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split the first stage's input into values passed between stages, and the shared context."""
+    """Split the first stage's input into values that stages pass on, and values that all stages share."""
     first = stages[0][1]
     own = len(value) - offers_of(first).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
-        own = len(value)  # a gradient, such as an input's, flows back only through values passed between stages
+        own = len(value)  # gradients flow back only to values that stages pass on
     return value[:own], value[own:]

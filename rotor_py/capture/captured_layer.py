@@ -1,4 +1,4 @@
-"""Capture a layer of a chain, without FSDP's hooks, so that a plan can keep some saved values and recompute others."""
+"""Capture a layer of a chain, so that a plan can keep some of its saved values and recompute the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class CapturedLayer(StageOffers):
-    """Partial storage modes of `layer`: found by `find`, or the modes `named` that an equal layer, `like`, has."""
+    """Partial storage modes of `layer`, found by `find`; or the modes `named`, which an equal layer, `like`, has."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class CapturedLayer(StageOffers):
         return partial(self._run_in_part, way, skip_output)
 
     def find(self, value: Any, device: torch.device) -> bool:
-        """Find partial storage modes on the input `value`; return whether there are any, all with the layer's own
-        results to the bit. Leaves the layer unchanged. On fake tensors, the bits are not compared: real training does.
+        """Find partial storage modes on the input `value`, and return whether there are any. Discards all if one gives
+        other results than the layer, to the bit (not compared on fake tensors). Leaves the layer unchanged.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
@@ -70,14 +70,14 @@ class CapturedLayer(StageOffers):
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
-                if stage is not None and not self._named:  # a capture with fixed sizes would have no modes either
+                if stage is not None and not self._named:  # captured with constant sizes, it would have none, either
                     return False
                 if self._named:
                     unchecked = prediction() is not None and not self._sharded
                     cause = None if unchecked else self._difference(value, device)
                     if cause is None:
                         return True
-            except Exception as error:  # any operator or library may raise, yet the uncaptured layer has run before
+            except Exception as error:  # of any type; the layer itself has run before, so it runs uncaptured
                 cause = str(error)
             if cause is not None:
                 why = record_fields("not_in_part", name=self._name)
@@ -117,12 +117,12 @@ class CapturedLayer(StageOffers):
         return self._stages[graph]
 
     def _difference(self, value: Any, device: torch.device) -> str | None:
-        """Describe how a partly stored step differs from a step of the layer itself; None if all bits are equal."""
+        """Say how a step in a partial storage mode differs from a step of the layer itself; None if no bit does."""
         expected, state, saved = self._step(self.layer, value, device)
         if sets_attributes(self.layer):  # a changed attribute may lead the next run to another graph
             run = self.forward_by(self._named[0])
             with isolated(self.layer, device), torch.enable_grad():
-                # The second run may read attributes that the first has set; a changed number then becomes a symbol.
+                # The second run may read attributes that the first has set; changed ones then become symbolic.
                 run(leaves_of(value))
                 run(leaves_of(value))
                 known = len(self._stages)
@@ -135,7 +135,7 @@ class CapturedLayer(StageOffers):
             if len(self._stages) > known:
                 return "TorchDynamo captures another graph in every run"
             if not same or not (prediction() is not None or all(map(_same, found, expected))):
-                return "the captured layer computes other numbers than the layer"
+                return "the captured layer computes other values than the layer"
             if saved != saved_then:
                 return "the captured layer saves other tensors than the layer"
         return None
@@ -143,12 +143,12 @@ class CapturedLayer(StageOffers):
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """Run a step. Return its tensors, the random state and, if sharded, saved tensors (Note in `regions.py`)."""
+        """Run a step. Return its outputs, gradients and buffers, the random state and, if sharded, saved tensors."""
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():
                 made = tensors_in(run(leaf))
-            # The outputs serve as their own gradients, so that each element and each output has another gradient.
+            # Use the outputs as their own gradients, which so differ between elements.
             trained = [tensor for tensor in made if tensor.requires_grad]
             torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
             state = RandomState.now((device,))
@@ -183,7 +183,7 @@ class CapturedLayer(StageOffers):
                     made = self.layer(value)
             else:
                 made = captured(value)
-        except TorchDynamoException as error:  # raised during tracing, before anything has run
+        except TorchDynamoException as error:  # raised while TorchDynamo traces, before the layer has run
             self._warn(str(error).partition("\n")[0])
             return self.layer(value)
         finally:

@@ -1,5 +1,6 @@
-"""Capture a model of `fully_shard`. FSDP's hooks would break the graph, so hooks that only add a node, a mark, replace
-them during tracing. A parameter without storage, a hole, replaces each sharded one. Marks run FSDP's hooks later.
+"""Capture a model of `fully_shard`. FSDP's hooks would break the graph. While TorchDynamo traces, other hooks replace
+them, which only add a node to the graph, called a mark. When the graph runs, its marks call FSDP's hooks. While it is
+traced, each sharded parameter is replaced by one without memory, called a hole.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Hook = Callable[..., Any]
 
 
 def enter(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Mark where a module begins. `place` is a string: a number could become an input of the graph."""
+    """Mark where a module begins. `place` says which one: a string, since an int could become an input of the graph."""
     return _passed(tensors)
 
 
@@ -30,7 +31,7 @@ def leave(place: str, *tensors: torch.Tensor) -> Tensors:
 
 
 MARKS: dict[Any, str] = {enter: "enter", leave: "leave"}
-# Keep each mark as one node: TorchDynamo would otherwise trace its body, and the graph would have views instead.
+# Keep each mark as one node: otherwise, TorchDynamo would trace the views inside instead.
 for _mark in MARKS:
     torch_compat.allow_in_graph(_mark)
 
@@ -64,7 +65,7 @@ def _marked(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-# Oldest version of torch for which this was tested. FSDP of older ones gathers differently during a backward.
+# Oldest version of torch that is supported here. In older ones, FSDP gathers differently during a backward.
 _OLDEST = (2, 11)
 
 Table = dict[str, nn.Parameter | None]
@@ -78,7 +79,7 @@ class FSDPMarks:
 
     def __init__(self, model: nn.Module, groups: list[ShardGroup]) -> None:
         self.groups = groups
-        # Marks do nothing while stages are measured one by one: the measurer gathers parameters around each stage.
+        # Whether marks do nothing, as while stages are measured: then, parameters are gathered around each stage.
         self.measuring = False
         self._model = model
         self.model_name = type(model).__name__
@@ -102,8 +103,8 @@ class FSDPMarks:
 
     @property
     def signature(self) -> Hashable:
-        """A key equal for models whose graphs have the same marks."""
-        # Identify modules by position: models with the same structure must have the same signature.
+        """A key that is equal for models whose graphs have the same marks."""
+        # Identify modules by position, so that models of the same structure have the same key.
         order = {id(module): position for position, module in enumerate(self._model.modules())}
         return tuple(
             (number, tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
@@ -113,8 +114,8 @@ class FSDPMarks:
 
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
-        """Where each sharded parameter is (its table and name), and its group, by the id of its hole."""
-        # One of its places suffices for a shared parameter: FSDP puts the same tensor into all of them.
+        """Maps the id of each hole to where its parameter is (a module's dict and the key), and its FSDP group."""
+        # Of a parameter that several modules hold, one place suffices: FSDP puts the same tensor into all of them.
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
             for group in self.groups
@@ -131,7 +132,7 @@ class FSDPMarks:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Inside the context `marked`, restore the model's own parameters and hooks, so that a graph can run."""
+        """Inside the context `marked`, put the model's own parameters and hooks back, so that a graph can run."""
         self._put_back()
         try:
             yield
@@ -144,7 +145,7 @@ class FSDPMarks:
             for each in group.parameters:
                 new += [(module._parameters, name, self._hole(each)) for module, name in each.places]
             for position, module in enumerate(group.modules):
-                # TorchDynamo traces only the model's `forward`. The hooks of the model itself run outside it.
+                # Leave out the model itself: its hooks run outside its `forward`, which alone is traced.
                 if module is not self._model:
                     hooks = marking_hooks(f"{number} {position}", group.input_dtype, group.output_dtype)
                     new += [(*at, hook) for at, hook in zip(group.hook_places(position), hooks, strict=True)]
@@ -160,14 +161,12 @@ class FSDPMarks:
     def _hole(self, parameter: ShardedParameter) -> nn.Parameter:
         sharded = parameter.sharded
         if id(sharded) not in self._holes:
-            # A meta tensor would not do: TorchDynamo traces operators for the device of each parameter.
+            # Use no meta tensor, since TorchDynamo traces operators for the device of each parameter.
             memory = torch.empty(parameter.size, dtype=parameter.dtype, device=parameter.device)
             hole = nn.Parameter(parameter.laid_out(memory), sharded.requires_grad)
             memory.untyped_storage().resize_(0)
             self._holes[id(sharded)] = hole
         return self._holes[id(sharded)]
-
-    # When a graph runs, its marks call these methods.
 
     def enter(self, place: str, *tensors: torch.Tensor) -> Tensors:
         """Gather the entered module's parameters, as FSDP's pre-forward hook does."""
@@ -181,8 +180,8 @@ class FSDPMarks:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        # Inside a backward, this is a recomputation. FSDP's hook would count it as a new forward and wait for another
-        # backward, so do not call it. PyTorch has no public function for this test; FSDP reads the same private one.
+        # A run inside a backward is a recomputation. FSDP's hook would count it as a new forward and wait for another
+        # backward, so do not call it. This private function of PyTorch is what FSDP itself uses to find out.
         if torch_compat.current_graph_task_id() != -1:
             in_backward(group)
             return tensors
@@ -194,7 +193,7 @@ class FSDPMarks:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node of a stage is a mark, which calls FSDP's hook and returns its inputs after `place`."""
+    """Whether a node of a stage is a mark: it calls FSDP's hook, and returns its inputs except `place`."""
     return isinstance(getattr(node.target, "__self__", None), FSDPMarks)
 
 

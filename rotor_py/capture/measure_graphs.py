@@ -48,9 +48,9 @@ from rotor_py.measure.cut import Cut, cut_layers
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 
-# Memory that autograd saves outside captured graphs cannot be planned: code between graphs is never recomputed.
+# What autograd saves outside captured graphs cannot be planned: code between graphs is never recomputed.
 
-# Folders whose frames are on every operator's stack. Errors skip these frames to name the user's line.
+# Folders of torch and rotor_py. Errors name the innermost line of the stack outside of them, the user's.
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
 _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
@@ -64,9 +64,9 @@ class SavedOutside(saved_tensors_hooks):
         self.known = known
         self.bytes: dict[int, int] = {}
         self.lines: Counter[str] = Counter()
-        self.line: str | None = None  # line to blame for all bytes, if set; else the stack's innermost user line
+        self.line: str | None = None  # if set, the line to which all bytes are ascribed; else the user's innermost line
         self.packed_line: str | None = None  # a line that runs a recurrent layer on a packed sequence
-        # Disabled, since TorchDynamo would trace the hooks with the model, and recompile for each dtype and layout.
+        # Disable tracing: TorchDynamo would trace the hooks with the model, and recompile for each dtype and layout.
         super().__init__(torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor))
 
     @contextmanager
@@ -84,7 +84,7 @@ class SavedOutside(saved_tensors_hooks):
             self.bytes |= new
             frame = next((each for each in reversed(traceback.extract_stack()) if is_users(each.filename)), None)
             line = self.line or ("an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}")
-            # Recognize a packed sequence by this local variable: TorchDynamo renames functions, but keeps their file.
+            # A local variable of the layer's forward shows a packed sequence. Find it by file: TorchDynamo renames it.
             if any(
                 each.f_code.co_filename == _RECURRENT and each.f_locals.get("batch_sizes") is not None
                 for each, _ in traceback.walk_stack(None)
@@ -100,7 +100,7 @@ def is_users(file: str) -> bool:
 
 
 class _AsOperatorResult(torch.autograd.Function):
-    """Give a tensor a grad_fn, as an operator's result has: autograd forbids to overwrite a leaf."""
+    """Give a tensor a grad_fn, as an operator's result has: autograd forbids in-place writes into leaves."""
 
     @staticmethod
     def forward(ctx: Any, history: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -123,8 +123,8 @@ def as_operator_results(value: Any) -> Any:
     return tree_map_only(torch.Tensor, made, value)
 
 
-# Most bytes that autograd may save outside the graphs, as a share of those that the graphs save. A guess, below the 2 %
-# by which measured peaks may differ from predictions.
+# Upper bound of the bytes that autograd saves outside the graphs, as a share of those that the graphs save. A guess:
+# below the 2 % by which measured peaks may differ from predictions.
 _MOST_OUTSIDE = 0.01
 
 
@@ -138,9 +138,9 @@ def measure_graphs(
     compiler: StageCompiler | None = None,
     room: CompileBudgetOf | None = None,
 ) -> MeasuredGraphs:
-    """Capture and measure all graphs of a model and the loss. A `compiler` compiles the main graph, too. Leaves the
-    model and the random state unchanged. Raises UnsupportedModelError if no graph needs a gradient, or if code outside
-    all graphs saves too much, and UnusableLossError. The model's own errors pass through.
+    """Capture and measure all graphs of a model, and the loss. With a `compiler`, also compile the main graph and
+    measure the code. Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph needs a
+    gradient, or if code outside all graphs saves too much, and UnusableLossError. The model's own errors pass through.
     """
     model = forward.model
     found = MeasuredGraphs()
@@ -150,7 +150,7 @@ def measure_graphs(
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
-        # Saved tensors of graphs are measured below. Outside this block, TorchDynamo would trace replaced operators.
+        # Suspend the hooks, since what graphs save is measured below. TorchDynamo must not trace under `operators`.
         with outside.suspended(), operators():
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
             if not graph.layers:
@@ -160,10 +160,10 @@ def measure_graphs(
             if writing is not None and any(map(inputs.__contains__, storages(graph.overwritten(arguments)))):
                 raise written_input(writing)
             outside.line = None if writing is None else line_of(writing)
-            with nullcontext() if writing is None else outside:  # if it writes, the context may have many saved tensors
+            with nullcontext() if writing is None else outside:  # a context that writes into inputs may save tensors
                 value, values = graph.enter(arguments)
             outside.line = None
-            # `input_owned`: the graph's caller holds its inputs, so a plan cannot free them.
+            # `input_owned`: code outside the graph holds its inputs, so a plan cannot free them.
             cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
             made = as_operator_results(stages.walk(options.progress))
@@ -179,7 +179,7 @@ def measure_graphs(
             found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around, *extra))
         return outputs
 
-    # Measuring runs stages several times, each drawing random numbers.
+    # Restore the random state below: measuring runs stages several times, and each run may draw random numbers.
     state = RandomState.now((device,))
     with attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
         try:
@@ -188,7 +188,7 @@ def measure_graphs(
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
                 # Copy the containers: a forward may change a dict that it gets.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
-            found.output = as_left(model, output)  # cast it as FSDP's hook on the model, which did not run, would
+            found.output = as_left(model, output)  # cast as by FSDP's hook on the model, which did not run here
             found.outputs_held = options.outputs_held or not has_loss(found.output)
         finally:
             state.restore()
@@ -200,7 +200,7 @@ def measure_graphs(
             text = f"TORCH_LOGS=graph_breaks says why TorchDynamo found no graph that trains in the forward of {name}"
             raise UnsupportedModelError(text, kind="no_graph", name=name)
         main = found.main
-        # The budget already counts parameters, the batch, and the main graph's inputs and outputs.
+        # Do not count what the budget counts anyway: parameters, the batch, and the main graph's inputs and outputs.
         known = tensors_in([args, kwargs, [each() for each in main.around]])
         counted = storages([*model.parameters(), *model.buffers(), *known])
         found.returned_bytes = storage_bytes(tensors_in(found.output), owned_elsewhere=counted)
@@ -211,11 +211,12 @@ def measure_graphs(
                 found.loss = measure_loss(options.loss, found.output, device=device, output_bytes=trained_bytes)
                 found.layouts = loss_layouts(options.loss, found.output, device)
                 found.settle(main)
-            # The caller holds each output that the loss reads. A scalar output, as CLIP's logit scale, may be no loss.
+            # If the loss reads an output that is no scalar, the model returned no loss itself: a scalar beside it, such
+            # as CLIP's logit scale, is none. The caller then holds the outputs.
             read = zip(tensors_in(found.output), found.layouts, strict=True)
             found.outputs_held |= any(tensor.dim() and strides is not None for tensor, strides in read)
         if compiler is not None:
-            # With a group, processes would have to agree on which compiled graph fits, so compile stage by stage.
+            # In a process group, compile stage by stage: of a whole graph, other code might fit in each process.
             fits = room if options.group is None else None
             budget = None if fits is None else fits(whole_step(found, main.measurement), main.shared)
             agree = partial(largest_anywhere, group=options.group, device=device)
@@ -234,12 +235,12 @@ def _later_graph_bytes(
     earlier: dict[int, int],
     device: torch.device,
 ) -> tuple[int, int]:
-    """Return the bytes that `graph` saves of earlier graphs' results, and the bytes of its own context's results."""
+    """Return the bytes that `graph` saves of earlier graphs' results, and the bytes of what its context makes."""
     made, saved = storage_bytes(tensors_in(value), owned_elsewhere=storages(tensors_in(arguments))), set[int]()
     if any(name_of(node).startswith("checkpointed(") for node in graph.graph_module.graph.nodes):
         return sum(earlier.values()), made  # an upper bound: checkpointed regions save inputs without calling hooks
 
-    def note(tensor: torch.Tensor) -> Any:  # return None, so that autograd keeps nothing: there is no backward
+    def note(tensor: torch.Tensor) -> Any:  # returns None, so that autograd keeps nothing: there is no backward
         saved.update(storages([tensor]))
 
     with saved_tensors_hooks(note, note):

@@ -5,13 +5,13 @@ batch. It may be slower, need more memory, and round differently from the branch
 
 Note [Questions about data]
 
-  1. Traced code tests a condition with `holds(condition)`, which returns an assumed answer. TorchDynamo traces on with
-     it, and the graph gets a node that computes the condition and compares it with the assumed answer.
+  1. Traced code tests a condition with `holds(condition)`, called a question, which returns an assumed answer.
+     TorchDynamo goes on with it, and the graph gets a node that compares the condition with the assumed answer.
   2. The condition must be computable before the first stage. Its node belongs to the context, and runs before anything
      that cannot be undone: it raises `OtherAnswerError` if the data give the other answer. The forward is then called
      again with the other answer assumed, and has another graph.
   3. The answer no is right for every batch: the library then takes the branch that it takes in any traced code. So
-     `holds` answers no where it cannot ask: about tensors that require a gradient, in a graph after the first one has
+     no is assumed where a wrong answer could not be corrected: about tensors that require a gradient, after a graph has
      run, and about the batch if several processes train, which have different batches but must run the same stages.
 """
 
@@ -47,18 +47,18 @@ class OtherAnswerError(Exception):
 
 @dataclass
 class Asking:
-    """The questions of one forward. Those after the last of `answers` assume yes, the answer of the faster branch."""
+    """The questions of one forward: the answers to assume for the first ones. For others, yes: the faster branch."""
 
     answers: Answers
-    # Answers assumed so far. Not their count, which TorchDynamo may make a symbol: `str` of a symbol breaks the graph.
+    # Answers assumed so far. Their number alone will not do: if TorchDynamo makes it symbolic, `str` breaks the graph.
     assumed: Answers = ()
     open: bool = True  # whether no graph has run yet, so that the forward can be called again
 
     def corrected(self, other: OtherAnswerError) -> Answers:
-        """Return the answers to assume next. Drop those after the wrong one: the other branch may ask other things."""
+        """Return the answers to assume next: up to the wrong one, since the other branch may ask other questions."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
-        while answers and answers[-1]:  # yes is the default, so equal assumptions become equal tuples
+        while answers and answers[-1]:  # yes is the default: without it at the end, equal answers are equal tuples
             answers.pop()
         return tuple(answers)
 
@@ -67,25 +67,25 @@ class _Now:
     asking: Asking | None = None
 
 
-# The questions of the forward that is being traced. Traced code sets them, so each thread's trace finds its own.
+# The questions of the forward that is being traced. Traced code assigns them, so each thread's trace reads its own.
 NOW = _Now()
 
 
 def holds(condition: torch.Tensor) -> bool:
-    """Ask in traced code whether a condition on data holds; return the assumed answer, or False if it cannot ask."""
+    """Return in traced code whether `condition` is assumed to hold, and add its check to the graph; see the Note."""
     asking = NOW.asking
     if asking is None or not asking.open:
         return False
     number = len(asking.assumed)
     assumed = asking.answers[number] if number < len(asking.answers) else True
     asking.assumed = (*asking.assumed, assumed)
-    answered(condition, str(number), assumed)  # a string: TorchDynamo might make a symbol of a number
+    answered(condition, str(number), assumed)  # a string, since TorchDynamo might make an int symbolic
     return assumed
 
 
 @torch.library.custom_op("rotor::answered", mutates_args=())
 def answered(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
-    """Check a question when its graph runs: raise OtherAnswerError unless `condition` is as `assumed`."""
+    """Check an answer when the graph runs: raise OtherAnswerError unless `condition` is as `assumed`."""
     if checked and bool(condition) != assumed:
         raise OtherAnswerError(int(number), not assumed)
     return condition.clone()
@@ -101,7 +101,7 @@ def is_question(node: fx.Node) -> bool:
 
 
 def give_up(node: fx.Node) -> None:
-    """Remove the check of a question that cannot be asked. Raises OtherAnswerError if its assumed answer is yes."""
+    """Turn off the check of an answer. Raises OtherAnswerError if the answer is yes: without a check, it must be no."""
     condition, number, assumed = node.args[:3]
     if assumed:
         raise OtherAnswerError(int(str(number)), False)
@@ -109,7 +109,7 @@ def give_up(node: fx.Node) -> None:
 
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph without checks of questions about the batch: if it has any, a copy, since models share graphs."""
+    """Return the graph with the checks of answers about the batch off: a copy if it has any, since models share it."""
     if not any(is_question(node) and _is_about_the_batch(node) for node in graph_module.graph.nodes):
         return graph_module
     graph = fx.Graph()
@@ -121,7 +121,7 @@ def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphM
 
 
 def _is_about_the_batch(node: fx.Node) -> bool:
-    """Whether the question depends on values of the graph's inputs; sizes are the same in all processes."""
+    """Whether the condition depends on values of the graph's inputs. On sizes it may: processes have equal ones."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()
@@ -134,7 +134,7 @@ def _is_about_the_batch(node: fx.Node) -> bool:
     return False
 
 
-# The module or class that has the function, the function's name, and its replacement.
+# The module or class that has a function, the function's name, and its replacement.
 Replaced = tuple[Any, str, Callable[..., Any]]
 
 
@@ -148,7 +148,7 @@ class _Replacement:
         self._captures = 0
         self._originals: list[Replaced] = []
 
-    # Not a `contextmanager` generator, which is slower: every step enters this context.
+    # Every step enters this context, so do not make it a `contextmanager` generator, which is slower.
     def __enter__(self) -> None:
         with self._lock:
             self._captures += 1
@@ -168,8 +168,8 @@ class _Replacement:
             self._originals = []
 
 
-# A batch norm that averages over all batches (`momentum=None`) converts its count of batches to a Python number, which
-# would break the graph. As one operator, the layer counts and converts when the graph runs.
+# A batch norm that averages over all batches (`momentum=None`) converts its count of batches to a Python float, which
+# would break the graph. As one operator of the graph, the layer does this when the graph runs.
 
 
 def batch_norm_over_all(value: torch.Tensor, batches: torch.Tensor, eps: float, *others: Any) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _forward() -> Any:
 
 
 # Plain training multiplies all experts with one kernel (`grouped_mm`). TorchDynamo traces this for bfloat16 only, and
-# otherwise expert by expert: slower, perhaps rounded differently. As one operator, the kernel can be captured.
+# otherwise expert by expert: slower, perhaps rounded differently. So the kernel becomes one operator of the graph.
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
@@ -221,10 +221,10 @@ def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # In plain training, transformers drops a mask that masks nothing, so that flash attention can run. Its test reads data,
 # so transformers, when traced, skips the test, builds a dense mask, and repeats keys and values for each head. The
-# replacements ask with `holds` instead. If transformers renames these private functions, the dense mask stays.
+# replacements ask with `holds` instead. If transformers renames these private functions, the dense mask is built.
 
 _MASKS = "transformers.masking_utils"
-# By function, the condition under which its result can be dropped: no position is masked, no sequence is packed.
+# Maps functions to the condition under which their result can be dropped: no position is masked, no sequence is packed.
 _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prepare_padding_mask": lambda mask: mask.all(),
     "find_packed_sequence_indices": lambda indices: (indices[:, -1] == 0).all(),
@@ -243,7 +243,7 @@ def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor]
 
 
 def _replaced() -> list[Replaced]:
-    # If transformers was not imported, the model cannot come from it: look only among imported modules.
+    # Look only among imported modules: if transformers is not imported, the model does not come from it.
     experts, masks = sys.modules.get(_EXPERTS), sys.modules.get(_MASKS)
     found: list[Replaced] = [(BatchNorm, "forward", _forward())]
     if hasattr(experts, _PRODUCT):

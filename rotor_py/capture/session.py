@@ -1,5 +1,5 @@
-"""Run one model's captured graphs in training: the graph that saves most for its backward (the main one) by the plan,
-the others unplanned. A plan covers one chain of stages; memory of the other graphs counts as fixed.
+"""Run one model's captured graphs in training: the graph that saves most bytes for its backward (the main one) by the
+plan, the others storing everything. A plan covers one chain of stages, and allows for the memory of the other graphs.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from rotor_py.stage.replayed_routing import Stream, streams_of
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
 
-# A forward that reaches another graph than the planned one is started again, after that graph is planned. If no graph
-# break came before, only TorchDynamo's own code has run, which may draw from Python's random stream. After a break, the
-# model's code has run, too: that forward continues unplanned, and later ones begin with a copy of the model's state.
+# If a forward reaches another graph than the planned one, that graph is planned, and the forward starts again. Without
+# an earlier graph break, only TorchDynamo's own code has run, which may draw from Python's random stream. Otherwise the
+# model's code has run, too: that forward goes on unplanned, and later ones first copy the model's state.
 
 _branching: WeakSet[nn.Module] = WeakSet()  # models that have reached an unplanned graph after a graph break
-_uncaptured: WeakSet[nn.Module] = WeakSet()  # models with a forward that had no graph, for which a warning was logged
+_uncaptured: WeakSet[nn.Module] = WeakSet()  # models for which the warning about a forward without graph was logged
 
 
 class _Beginning:
-    """State of a model before a forward. If not `whole`, only of random streams, from which tracing may draw."""
+    """A model's state before a forward; if not `whole`, only the random `streams`, from which tracing may draw."""
 
     def __init__(self, model: nn.Module, streams: Iterable[Stream], *, whole: bool) -> None:
         self.whole = whole
@@ -72,7 +72,7 @@ class CaptureSession:
         self.model = model
         self._granularity = granularity
         self._forward = CapturedForward(model, granularity)
-        # For a plan from a file: cuts layers as the file says, or raises PlanMismatchError if the layers differ.
+        # For a plan from a file: cuts layers into the file's stages; raises PlanMismatchError if its layers are others.
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
         # Answers about the batch's data that the planned graph assumes (Note in `patches.py`); None without a plan.
         self.answers: Answers | None = None
@@ -83,7 +83,7 @@ class CaptureSession:
         self._followed_plan = False  # whether the current (or last) forward has reached a planned graph
         self._went_on = False  # whether that forward has run an unplanned graph in place of the planned one
         self._beginning: _Beginning | None = None  # state before that forward; None once a planned graph has run
-        self._streams: list[Stream] | None = None  # random streams, found once for a plan: this takes milliseconds
+        self._streams: list[Stream] | None = None  # of Python, NumPy and the model; cached, since finding them is slow
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -104,10 +104,10 @@ class CaptureSession:
         *,
         goes_on: bool = False,
     ) -> Any:
-        """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Warns if
-        TorchDynamo captures no graph. If it captures another graph than the planned one, restores the state before the
-        forward and raises PlanMismatchError, or OtherDataError if the batch's data caused this. If that is impossible,
-        or the forward `goes_on`, runs the other graph unplanned, with a warning. The model's own errors pass through.
+        """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Logs a
+        warning if TorchDynamo captures no graph. If it captures another graph than the planned one, restores the state
+        before the forward and raises PlanMismatchError, or OtherDataError if the batch's data caused this. If it cannot
+        restore it, or if `goes_on`, runs the other graph unplanned, and logs a warning. The model's errors pass on.
         """
         self._followed_plan = self._went_on = False
         if self._streams is None:
@@ -143,9 +143,9 @@ class CaptureSession:
         compiler: StageCompiler | None = None,
         room: CompileBudgetOf | None = None,
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
-        """Capture and measure all graphs, with symbols for sizes if possible; leave the model unchanged. Return the
-        main graph's stages with the measurement of the whole step, and the values that all stages share. A `compiler`
-        adds compiled variants; the uncompiled one comes last, and runs unless `follow` sets another.
+        """Capture and measure all graphs, with symbolic sizes if possible; leave the model unchanged. Return the main
+        graph's stages with the costs of a whole step, and the values that all stages share. With a `compiler`, the
+        first items of the list are compiled variants. The last is uncompiled, and runs unless `follow` sets another.
         """
         self._streams = None
         measure = partial(
@@ -159,17 +159,17 @@ class CaptureSession:
                 raise
             cause = str(error).partition("\n")[0]
         if cause is not None:
-            # Outside the `except` block, where the error's traceback would keep tensors alive.
+            # Try again after the `except` block, in which the error's traceback would keep tensors alive.
             self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
             with self._refusing():
                 found = measure(self._forward)
             _log.info(
-                "sizes cannot be symbols; each shape has a graph: %s", cause, extra=record_fields("graph_per_shape")
+                "each shape has a graph, as sizes cannot be symbolic: %s", cause, extra=record_fields("graph_per_shape")
             )
         main = found.main
         # Keep only the graph: the shared values in `found` may be as large as an input, and the session lives longer.
         self._main = main.graph
-        # Only the first graph asks about data, and it need not be the main one.
+        # Only the first graph has conditions on data, but another one may be the main graph.
         self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         ways = [MeasuredCut(each.cut, whole_step(found, each.measurement)) for each in (*found.variants, main)]
@@ -179,15 +179,15 @@ class CaptureSession:
     def follow(self, cut: Cut) -> None:
         assert self._main is not None
         self._main.remember_written(cut)
-        self._planned = {self._main: cut}  # drops cuts for other shapes, which `_follows_plan` makes again
+        self._planned = {self._main: cut}  # without cuts for other shapes, which `_follows_plan` makes again
 
     def same_graph(self, other: CaptureSession) -> bool:
-        """Whether both sessions measured the same graph, possibly for different sizes."""
+        """Whether the main graphs of both sessions have the same operators, possibly for different sizes."""
         return self._main is not None and other._main is not None and self._main.same_as(other._main)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Replace an error of TorchDynamo, of hundreds of lines, by UnsupportedModelError with the model's line."""
+        """Raise UnsupportedModelError with the model's source line in place of TorchDynamo's errors, which are long."""
         try:
             yield
         except TorchDynamoException as error:
@@ -209,14 +209,14 @@ class CaptureSession:
     def _run_graph(
         self, run_stages: RunStages, goes_on: bool, graph: CapturedGraph, arguments: tuple[Any, ...]
     ) -> Sequence[Any]:
-        # The model may run a part of itself under `no_grad`, which is another graph.
+        # The model may run some of its code under `no_grad`, which TorchDynamo captures as another graph.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
         graph.split(arguments, self._main)
         if not graph.layers:
             return graph.run_unplanned(arguments)
-        # Run the context before `_follows_plan`: its checks may show that the batch needs another graph. But a context
-        # that writes into inputs may run only once.
+        # Run the context before `_follows_plan`, since it raises OtherAnswerError if the batch needs another graph. But
+        # if the context writes into inputs, run it only once the graph is to follow the plan.
         entered = graph.enter(arguments) if graph.overwriting is None else None
         if not self._follows_plan(graph, goes_on):
             return graph.run_unplanned(arguments)
@@ -225,11 +225,11 @@ class CaptureSession:
         return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph, goes_on: bool) -> bool:
-        """Whether the plan is for this graph. Raises PlanMismatchError if not, and the forward can be started again."""
+        """Whether the plan fits this graph. If not, raises PlanMismatchError if the forward can be started again."""
         if graph in self._planned:
             return True
         try:
-            # Graphs with different answers may have equal operators and shapes: one has a mask, and the other has none.
+            # Graphs for different data may have equal operators and shapes: one has a mask, and the other has none.
             if self.answers is not None and graph.answers not in ((), self.answers):
                 raise OtherDataError(self.answers, graph.answers)
             if self._main is not None:
@@ -262,8 +262,8 @@ class CaptureSession:
 
 
 def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
-    """Cut a graph like the main one. Raises PlanMismatchError unless the graphs differ in sizes only."""
-    # Comparing names would not suffice: for small inputs, a model may run other operators in the same modules.
+    """Cut `graph` as `cut` cuts `main`. Raises PlanMismatchError unless both graphs differ in sizes only."""
+    # Do not compare names only: for small inputs, a model may run other operators in the same modules.
     names = [[name for name, _ in each.layers] for each in (main, graph)]
     if names[0] != names[1] or not graph.same_as(main):
         pieces = [f"{len(each.layers)} pieces" for each in (main, graph)]
@@ -274,13 +274,13 @@ def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
         name, stage = joined([(name, found[name]) for name in group])
         if isinstance(measured, CompiledStage):
             stage = measured.like(stage)
-        # Effects that were measured for a stage are the same for other shapes.
+        # What was measured about a stage's effects on buffers and outputs holds for other shapes, too.
         remember_effects(stage, recall_effects(measured))
         remember_moving(stage, recall_moving(measured))
         if isinstance(measured, GraphStage) and isinstance(stage, GraphStage):
             stage.be_stored_like(measured)
         missing = set(offers_of(measured).ways()) - set(offers_of(stage).ways())
-        if missing:  # the plan may use one of these storage modes
+        if missing:  # storage modes of `main` that the plan may use
             raise PlanMismatchError(f"stage {name}", f"one that can be stored {min(missing)}", "one that cannot")
         stages.append((name, stage))
     return Cut(tuple((name, found[name]) for name, _ in cut.prefix), tuple(stages))

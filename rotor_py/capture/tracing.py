@@ -1,20 +1,20 @@
-"""Configure TorchDynamo's tracing: symbols for the sizes of inputs, so that one graph serves many shapes.
+"""Configure TorchDynamo's tracing: with symbolic sizes of inputs, so that one graph serves many shapes.
 
 Note [Sizes of inputs]
 
-By default, TorchDynamo traces a model for one shape, and again whenever a size changes; each trace takes seconds.
-This project makes every size a symbol from the start. A separate graph, reported in the log, is still traced for:
+By default, TorchDynamo traces a model for one shape, and again when a size has changed; each trace takes seconds.
+rotor_py makes sizes of inputs symbolic from the start. TorchDynamo still traces a separate graph for:
 
-  1. A size of 1, which broadcasts. TorchDynamo assumes that a symbol is at least 2, so one graph cannot serve both.
+  1. A size of 1, which broadcasts. TorchDynamo assumes that symbolic sizes are at least 2.
   2. A size that the model's own code tests (`if length > 64`, a loop over blocks of the input): a graph serves only the
      sizes for which these tests have the same results.
-  3. An image of another size: of floating-point tensors with four dimensions or more, only the first dimension becomes
-     a symbol. Padding and pooling of symbols give expressions that took over 15 minutes to simplify for a small Swin.
-  4. Any other size, if the model cannot be traced with symbols.
+  3. An image of another size: of floating-point tensors with four dimensions or more, only the first size is symbolic.
+     Padding and pooling of symbolic sizes give expressions that took over 15 minutes to simplify for a small Swin.
+  4. Any other size, if the model cannot be traced with symbolic sizes.
 
-Sizes of parameters and buffers are constants, and so are numbers in modules, also in those of `fully_shard`: with a
-symbol for the width of a head, tracing a Llama took nine seconds per layer. But a number that has changed between two
-traces, such as a count of calls or a decaying temperature, becomes a symbol: otherwise every step would trace again.
+Sizes of parameters and buffers are constants, and so are ints and floats in modules, also in those of `fully_shard`:
+with a symbolic width of a head, tracing a Llama took nine seconds per layer. But an attribute whose value has changed
+between two traces, such as a count of calls or a temperature, becomes symbolic: else, every step would trace again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rotor_profiling.torch_compat import dynamo_builder as builder
 from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
-Settings = list[tuple[Any, Mapping[str, Any]]]  # modules and classes of torch, each with new values of its attributes
+Settings = list[tuple[Any, Mapping[str, Any]]]  # pairs of a module or class of torch and new values of its attributes
 
 
 @contextmanager
@@ -53,24 +53,24 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-# Most graphs of one model; further shapes run uncaptured. Torch's default is 8. A guess: data has dozens of lengths.
+# Number of graphs captured of a model at most. TorchDynamo's default is 8. A guess: data has dozens of shapes.
 MOST_GRAPHS = 64
-_IMAGE = 4  # dimensions of a batch of images: number, channels, height and width
+_IMAGE = 4  # least number of dimensions of a batch of images: batch size, channels, height and width
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
-    # By default, TorchDynamo splits graphs at buckets of DistributedDataParallel. Stages overlap communication anyway.
+    # By default, TorchDynamo splits graphs at DistributedDataParallel's buckets, so that gradients are sent early.
     "optimize_ddp": False,
-    # By default, TorchDynamo breaks the graph at recurrent layers, because they compile badly.
+    # By default, TorchDynamo breaks the graph at recurrent layers.
     "allow_rnn": True,
     # By default, traced code draws from PyTorch's generator where the model draws from NumPy's.
     "use_numpy_random_stream": True,
-    # When sizes are symbols, other numbers of the input, such as a temperature, become symbols by default.
+    # With symbolic sizes, floats in the input, such as a temperature, become symbolic by default.
     "specialize_float": True,
     # By default, TorchDynamo ignores hooks that are registered or removed after it has traced a module.
     "skip_nnmodule_hook_guards": False,
 }
-# By default, equal sizes share one symbol: a graph traced for 8 sequences of length 8 would serve only square batches.
+# By default, equal sizes get one symbol: a graph traced for 8 sequences of length 8 would serve only square batches.
 _SHAPES = {"use_duck_shape": False}
 
 
@@ -80,7 +80,7 @@ def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def known_image_sizes(graph: fx.Graph) -> list[tuple[int, list[int]]]:
-    """Return each image among a graph's outputs: its index, and its dimensions of constant size, for the next graph."""
+    """Return the index of each image among a graph's outputs, and its dimensions of constant size."""
     returned: Any = graph.output_node().args[0]
     outputs = [tensors_of(node) if isinstance(node, fx.Node) else [] for node in returned]
     return [
@@ -97,15 +97,15 @@ def _is_image(tensor: torch.Tensor) -> bool:
 class Tracing:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Numbers in the model's modules at the last trace, by module path and attribute name.
+        # Maps module paths and attribute names to the ints and floats in the model's modules at the last trace.
         self._seen: dict[tuple[str, str], int | float] = {}
-        self._open: set[str] = set()  # names of attributes that changed between two traces, and become symbols
+        self._open: set[str] = set()  # names of attributes that changed between two traces, and become symbolic
 
     @contextmanager
     def configured(self, began: Callable[[], None], broke: Callable[[str], None]) -> Iterator[None]:
-        """Set TorchDynamo's configuration as the Note says while it traces. (Setting it in every step would be slow.)
+        """Set TorchDynamo's configuration as the Note says. Enter this only while it traces, since it is slow.
         TorchDynamo's start callback calls `began`, except while another thread also compiles. On exit, `broke` is
-        called with the source line of every graph break: path:number, and its text.
+        called with the source line of every graph break, as "path:number (text)".
         """
         thread, breaks_before = get_ident(), len(graph_break_reasons)
 
@@ -138,7 +138,7 @@ class Tracing:
         self._seen = now
 
     def _numbers_open(self) -> Settings:
-        """Return settings by which TorchDynamo makes symbols of the numbers named in `_open`, and of no others."""
+        """Return settings by which TorchDynamo makes those ints and floats symbolic whose name is in `_open`."""
         usual: Any = builder.VariableBuilder.wrap_symfloat
 
         def wrap(variables: Any, value: float) -> Any:
@@ -151,7 +151,7 @@ class Tracing:
             if self._is_open(source):
                 return False
             place = source.guard_source
-            # By default, TorchDynamo makes symbols of integers in modules of `fully_shard`.
+            # By default, integers in modules of `fully_shard` become symbolic.
             return bool(constant(value, source) or (place() if callable(place) else place).is_fsdp_module())
 
         # The function by which newer releases of TorchDynamo decide whether an integer is a constant.
@@ -168,7 +168,7 @@ class Tracing:
 
 @contextmanager
 def _shapes_unlogged() -> Iterator[None]:
-    """Silence the twenty lines that torch logs for a shape error in this thread: the error itself says the same."""
+    """Suppress the twenty lines that torch logs for a shape error in this thread: the error itself says the same."""
     thread = get_ident()
 
     def is_logged(record: logging.LogRecord) -> bool:

@@ -1,9 +1,9 @@
 """The measured graphs of a model, and compiled variants of the main graph: compiled as a whole, or stage by stage.
 
-Compiled as a whole, the graph is one stage and as fast as under `torch.compile`, which fuses operators across the
-borders of stages. The compiler's partitioner, not the plan, then chooses the tensors that the forward saves: the joint
-graph predicts the bytes of each partition before anything is compiled. The compiled stage is measured like any other.
-If it needs more memory than predicted, or so much less that a faster partition may fit, a second one is compiled.
+Compiled as a whole, the graph is one stage, and as fast as under `torch.compile`, since operators are fused across the
+borders of stages. A partitioner (`BudgetPartitioner`), not the plan, then chooses the tensors that the forward saves.
+It predicts the peak of each partition before anything is compiled; the compiled stage is measured like any other. If it
+takes more memory than fits, or so much less that a faster partition may fit, a second partition is compiled.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class MeasuredGraph:
     context: PrefixCost
     loss: LossCost
     shared: tuple[Any, ...]
-    # Outputs of the last stage. References are weak, so that measuring keeps no tensor alive.
+    # Output tensors of the last stage, as weak references, so that measuring keeps no tensor alive.
     returned: tuple[weakref.ref[torch.Tensor], ...]
     around: tuple[weakref.ref[torch.Tensor], ...] = ()  # inputs and outputs of the graph
-    # The next two are 0 for the first graph.
+    # Both are 0 for the first graph.
     saved_inputs: int = 0  # bytes of tensors that earlier graphs made and this one saves for its backward
-    context_bytes: int = 0  # bytes of the results of its context
+    context_bytes: int = 0  # bytes of the values that its context makes for the stages
 
     @property
     def measurement(self) -> Measurement:
@@ -79,11 +79,11 @@ class MeasuredGraphs:
     outputs_held: bool = True  # whether the caller holds the model's outputs until the end of the step
     loss: LossCost | None = None
     layouts: Layouts | None = None  # layouts of the gradients that the loss returns for the model's outputs
-    # Compiled variants of the main graph, the likely fastest first; empty without a compiler, or if compiling fails.
+    # Compiled variants of the main graph, the probably fastest one first; empty without a compiler, or if none works.
     variants: list[MeasuredGraph] = field(default_factory=list)
 
     def settle(self, graph: MeasuredGraph) -> None:
-        """Measure the graph again with output gradients in the layouts that the loss returns."""
+        """Measure the graph again if the loss returns gradients of its outputs in other layouts than was assumed."""
         if self.layouts is not None:
             # Map by id, since `==` of tensors compares elements.
             pairs = zip(tensors_in(self.output), self.layouts, strict=True)
@@ -99,7 +99,7 @@ class MeasuredGraphs:
 
     @property
     def shared_gradient_bytes(self) -> int:
-        """Bytes of gradients of parameters that several graphs use, and whose optimizer steps in the backward."""
+        """Bytes of gradients of the parameters that several graphs use and that are stepped in the backward."""
         uses: Counter[torch.Tensor] = Counter()
         stepped: set[torch.Tensor] = set()
         for graph in self.graphs:
@@ -109,10 +109,10 @@ class MeasuredGraphs:
         return bytes_like(each for each in stepped if uses[each] > 1)
 
 
-# Only the main graph is planned. For the plan, everything between its forward and its backward is the loss: this
-# includes later graphs, and the memory that earlier graphs save for their backward.
+# Only the main graph is planned. Everything between its forward and its backward counts as the loss: later graphs, the
+# code between graphs, and the loss. So does the memory that earlier graphs save for their backward.
 
-# Whether the code after a graph break holds its inputs until it returns: measured in torch 2.5, not in 2.11 and 2.13.
+# Whether the code after a graph break holds its inputs until it returns: observed in torch 2.5, not in 2.11 and 2.13.
 _FRAMES_HOLD = TORCH < (2, 11)
 
 
@@ -124,13 +124,13 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     output_bytes = main.stages[-1].activation_bytes
     if after and _FRAMES_HOLD:
         kept += output_bytes
-    # Graphs run their backwards one after the other. A gradient to which several of them add is held in between.
+    # Graphs run their backwards one after the other; a gradient to which several backwards add is held in between.
     kept += found.shared_gradient_bytes
     kept += sum(_stored(other)[1] for other in before)
     returned = storages(tensors_in(found.output))
     given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)
     inside = bool(after) and returned.keys().isdisjoint(given)
-    # The solver counts the main graph's output in the loss, but later graphs' backwards free it, unless it is returned.
+    # The solver counts the main graph's output during the loss, but later backwards free it unless it is returned.
     gone = main.stages[-1].output_released_bytes if inside and not _FRAMES_HOLD else 0
     gone = max(0, gone - sum(other.saved_inputs for other in after))
     # Each graph runs its backward while memory that the graphs before it have saved (`behind`) is still held.
@@ -140,7 +140,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
         last = found.outputs_held and other is after[-1]
         whole, saved = _stored(other, output_held=last)
         seconds, behind = seconds + whole.makespan, behind + other.context_bytes
-        # The solver counts later graphs' gradients and a held output from the start of the loss, so subtract them here.
+        # Gradients of later graphs and a held output are added below, or by the solver, so subtract them here.
         made += sum(measured.gradient_bytes)
         output = measured.stages[-1].activation_bytes
         counted = output if last else 0
@@ -164,7 +164,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
 
 
 def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulation, int]:
-    """Simulate a graph that stores everything; also return the bytes that it holds from its forward to its backward."""
+    """Simulate a graph that stores everything; also return the bytes it holds between its forward and its backward."""
     measured = graph.measurement
     chain = replace(measured, outputs_held=False, output_held=output_held).chain(fresh_gradients=True)
     sequence = store_all(chain)
@@ -173,23 +173,23 @@ def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulat
     return whole, whole.after[sequence.index(Loss()) - 1] + carried
 
 
-# Least predicted speedup for which a second partition is compiled if the first fits. A guess: compiling takes long.
+# Share of a step's time that a second partition must save, as predicted, if the first fits. A guess: compiling is slow.
 _WORTH_COMPILING = 0.03
-# Share of the memory left by the first partition that the second may use. A guess: with all, a Llama was 1 % over.
+# Share of the bytes left by the first partition that the second may use. A guess: with all, a Llama was 1 % over.
 _CAUTION = 0.75
 
-# How often each of two variants is timed in a comparison. A guess: with fewer timings, noise decides.
+# Number of times that each of two variants is timed in a comparison. A guess: with fewer, noise decides.
 _TURNS = 4
-# Further timings before a variant is rejected as slower: a disturbance of the machine may pass meanwhile. A guess.
+# Number of further times before a variant is rejected as slower: other programs may have disturbed it. A guess.
 _MORE_TURNS = 8
-# Share by which a variant must be slower to be rejected. A guess: noise must not change the choice between runs.
+# Share by which a rejected variant is slower. A guess: more than the noise, so that all runs of a program choose alike.
 _CLEARLY_SLOWER = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class CompileBudget:
-    """Memory for a compiled graph: the `limit` of a step, and the `budget` of the step with the uncompiled graph.
-    `fresh`: each step allocates its gradients anew.
+    """Memory for a compiled graph: the `limit` of a step in bytes, and the `budget` of the step with the graph
+    uncompiled. `fresh`: gradients are freed between steps.
     """
 
     budget: Budget
@@ -202,21 +202,21 @@ class CompileBudget:
         return self.limit - self.budget.fixed.total
 
     def taken(self, measurement: Measurement) -> int:
-        """Return the bytes of `available` that a step takes if it stores all stages of a graph with `measurement`."""
+        """Return how many of the `available` bytes a step takes that stores all stages, which cost `measurement`."""
         budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
-        # `measurement` covers only the graph: take the time and scratch memory of the loss from the plain step.
+        # `measurement` covers only the graph, so take seconds and scratch bytes of the loss from the uncompiled step.
         plain = self.budget.chain
         chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
         return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain)) - self.budget.fixed.total
 
     def partitioner(self, limit: int) -> BudgetPartitioner:
-        """Return a partitioner of graphs within `limit`, which includes inputs and results of the compiled code."""
+        """Return a partitioner that keeps a step within `limit` bytes, inputs and results of its code included."""
         from rotor_py.compile.partitioner import whole_partitioner
 
         return whole_partitioner(limit, self.budget.chain)
 
 
-# Returns the CompileBudget of a step, given its measurement without compilation and the graph's shared inputs.
+# Returns the CompileBudget of a step, given its uncompiled measurement and the values that all stages share.
 CompileBudgetOf = Callable[[Measurement, Any], CompileBudget]
 
 
@@ -226,7 +226,7 @@ def compiled_whole(
     """Return the graph as one compiled stage: the faster of at most two partitions that fit into `room`. None if no
     partition fits, or if the uncompiled graph fits, too, and is clearly faster.
     """
-    if plain.cut.prefix:  # the stages need outputs of the prefix layers, which are not available
+    if plain.cut.prefix:  # the stages read the output of the prefix layers, which `plain` does not have
         return None
     layers = dict(plain.graph.layers)
     names = tuple(name for group in plain.cut.groups() for name in group)
@@ -235,7 +235,7 @@ def compiled_whole(
     given = storage_bytes([*owned_tensors(whole), *tensors_in(plain.shared)])
 
     def compiled(partitioner: BudgetPartitioner) -> MeasuredGraph | None:
-        # Return None if no partition fits, or if the graph cannot be compiled or runs out of memory.
+        # Returns None if no partition fits, or if the graph cannot be compiled, or runs out of memory.
         if progress is not None:
             progress(0, 1, "the whole graph, compiled")
         stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner)
@@ -266,14 +266,14 @@ def compiled_whole(
     _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began, extra=record_fields("compiled"))
     if room.taken(plain.measurement) > available:  # uncompiled, the graph would have to recompute
         return best
-    # Time the uncompiled graph as one stage: its stages timed one by one would be faster, with warm caches.
+    # Time the uncompiled graph as one stage, too: its stages, timed one by one, would find their data in the caches.
     as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
     return None if slower(best, as_one) else best
 
 
 def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
-    """Whether a step that stores everything is clearly slower as `found` than as `other`. Time both in turns, so that a
-    busy machine disturbs both alike, and compare the shortest times, since disturbances only lengthen a run.
+    """Whether a step that stores everything takes clearly longer as `found` than as `other`. Times both in turns, so
+    that other programs disturb both alike, and compares the shortest times, since disturbances only lengthen a run.
     """
     mine, theirs = float("inf"), float("inf")
     for turns in (_TURNS, _MORE_TURNS):
@@ -288,16 +288,16 @@ Agree = Callable[[Sequence[int]], list[int]]
 Stages = Sequence[CompiledStage | None]
 
 # Share of its uncompiled time that a compiled stage must save to count as faster. A guess, about the error of a stage's
-# time: with less, a plan would pick stages that seem faster by chance.
+# measured time: with less, stages would be compiled that seem faster by chance.
 _CLEARLY_FASTER = 0.05
 
 
 def with_ways(stages: Stages, compiler: StageCompiler) -> list[CompiledStage | None]:
-    """Compile further storage modes of stages, the most frequent kind first, for as long as sharing code has saved: 32
-    equal blocks, compiled once, leave time for all modes; blocks that all differ leave none.
+    """Add storage modes to stages, first to those whose code most stages share. Compiling them may take as long as
+    sharing code has saved: 32 equal blocks, compiled once, get all modes; blocks that all differ get none.
     """
     codes = Counter(stage.code for stage in stages if stage is not None)
-    # With several processes, compile no modes: processes measure different times, but must have the same modes.
+    # With several processes, add no modes: processes compile for different times, but must have the same modes.
     counts = [(code, count) for code, count in codes.most_common() if code is not None and not several_processes()]
     spare = sum((count - 1) * compiler.seconds_of[code] for code, count in counts)
     ways: dict[StageCode | None, tuple[str, ...]] = {}
@@ -318,7 +318,7 @@ def compiled_variants(
     agree: Agree = list,
 ) -> list[MeasuredGraph]:
     """Return the compiled variants of the graph: compiled as a whole if that fits into `room`, else stage by stage. Not
-    both, since compiling is slow, and the whole graph, fused across the borders of stages, is faster if it fits.
+    both, since compiling is slow, and the whole graph, fused across the borders of stages, is mostly faster.
     """
     whole = None if room is None else compiled_whole(plain, compiler, room, progress)
     return _stage_by_stage(plain, compiler, progress, agree) if whole is None else [whole]
@@ -328,8 +328,8 @@ def _stage_by_stage(
     plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None, agree: Agree
 ) -> list[MeasuredGraph]:
     """Return two variants: with only the stages compiled that get faster, and with all stages compiled that can be.
-    Return one if both are equal, none if no stage can be compiled. The plan's limit decides between these and the
-    uncompiled graph, since a faster stage may need more memory. `agree` returns each number's maximum over processes.
+    Return only the latter if all or none get faster, and none if no stage can be compiled. A plan then uses one of
+    these, or the uncompiled graph, whichever is faster within its limit. `agree` takes maxima over processes.
     """
     kinds, seconds = len(compiler.seconds_of), compiler.seconds
     wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]
@@ -338,7 +338,7 @@ def _stage_by_stage(
         if progress is not None:
             progress(done, total, f"{name}, compiled")
 
-    # Measuring runs the stages, and a stage's first run compiles it.
+    # Measuring compiles the stages: each is compiled in its first run.
     plain.measured_as(_with(plain.cut, wrapped), compiling)
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):

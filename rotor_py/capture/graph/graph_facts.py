@@ -1,5 +1,5 @@
 """Read a captured graph, and find where to cut it into stages. Nodes without gradient (masks, positions, rotary tables)
-form its context, which runs once before all stages: if a stage made a mask, the mask would be live at every later cut.
+form its `context`, which runs once before all stages: if a stage made a mask, the mask would be live at many cuts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GraphFacts:
 
     sizes: SymbolValues
     marks: FSDPMarks | None
-    # Nodes that run once, before all others: those without gradient that can, and those that must. In graph order.
+    # Nodes that run once, before the body: those without gradient that can, and those that must. In graph order.
     context: list[fx.Node] = field(default_factory=list)
     body: list[fx.Node] = field(default_factory=list)  # all other nodes that compute something, in graph order
     outputs: list[Any] = field(default_factory=list)
@@ -59,15 +59,15 @@ class GraphFacts:
     owned: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     # `get_attr` nodes whose value is a module, such as the body of a higher-order operator.
     modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
-    given: list[fx.Node] = field(default_factory=list)  # the other placeholders: the caller's inputs
-    # Nodes whose memory the body may write. A node that reads this memory later has to be in the body, too.
+    given: list[fx.Node] = field(default_factory=list)  # placeholders that are not `owned`: the caller's inputs
+    # Nodes whose memory the body may write into. A node that reads this memory later has to be in the body, too.
     written: set[fx.Node] = field(default_factory=set)
-    # Members of `owned` whose parameter is a hole (see `fsdp_markers.py`), with the parameter's place and FSDP group.
+    # Members of `owned` that `fully_shard` shards: where the module holds the parameter, and its FSDP group.
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
 
     @property
     def operators(self) -> list[str]:
-        """Operators, and which tensors require a gradient: equal for graphs that differ in sizes only."""
+        """Names of the operators, and whether their tensors require gradients: equal if graphs differ only in sizes."""
         given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
         return [*given, *made]
@@ -82,9 +82,9 @@ def read_graph(
     while True:
         places = marks.places if marks else {}
         facts = _Reader(GraphFacts(sizes, marks), buffers, late, ahead, places).read(graph_module, inputs)
-        # Move results of the context that a stage writes into to the body: recomputed, the stage would write again.
+        # A recomputed stage writes again. So if it writes into a result of the context, move this to the body.
         written = {node for node in facts.context if memory_root(node) in facts.written} - ahead
-        # Nor into a tensor from before a graph break: move all nodes up to the last such write into the context.
+        # If it writes into a tensor from before a graph break, move all nodes up to this write into the context.
         made_before = [node for node in facts.given if not is_the_callers(node)]
         last = max((at for at, node in enumerate(facts.body) if overwritten_by(node, made_before)), default=-1)
         if not written and last == -1:
@@ -94,7 +94,7 @@ def read_graph(
 
 
 def is_the_callers(given: fx.Node) -> bool:
-    # TorchDynamo names a placeholder after its source: here `args` or `kwargs` of the compiled function.
+    # TorchDynamo names a placeholder after its source: the caller's inputs are in `args` or `kwargs`.
     return given.name.startswith(("l_args_", "l_kwargs_"))
 
 
@@ -130,7 +130,7 @@ class _Reader:
 
     def _read_input(self, node: fx.Node, value: Any) -> None:
         facts = self.facts
-        # Recognize buffers by name, too: as a backend of torch.compile, we do not know the model and its buffers.
+        # Recognize buffers by name, too: as a backend of torch.compile, rotor_py does not know the model's buffers.
         is_buffer = isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)
         if isinstance(value, nn.Parameter) or id(value) in self.buffers or is_buffer:
             facts.owned[node] = value
@@ -146,7 +146,7 @@ class _Reader:
     def _read_operator(self, node: fx.Node) -> None:
         facts = self.facts
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
-            # Record the modes of each node, not this one: a stage that begins inside a region must enter it itself.
+            # Record the modes of each node instead of this node: a stage that begins inside a region must enter it.
             self.modes = _switched(self.modes, node)
         elif self._is_early(node):
             self.early.add(node)
@@ -167,8 +167,8 @@ class _Reader:
         """Whether a node must run before the body, or can with the same result."""
         if node in self.ahead:
             return True
-        # Random numbers must be drawn in the model's order. Measuring restores a norm's running statistics after stages
-        # only, not after the context. A mark must stay where its module begins or ends.
+        # Random numbers must be drawn in the model's order. Measuring restores running statistics of norms in stages,
+        # not in the context. A node of MARKS must stay where its module begins or ends.
         if (
             node in self.late
             or carries_gradient(node)
@@ -204,25 +204,25 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
-# A graph is cut where one tensor is live, as usually between blocks. Another tensor, live across many blocks (an
-# encoder's output, a skip connection), is carried: each stage returns it, unchanged, along with the stage's own output.
+# A graph is cut where one tensor is live, as usually between blocks. A second tensor that is live across many blocks
+# (an encoder's output, a skip connection) may be carried: each of these stages returns it unchanged, with its output.
 
-# Share of all bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more, large
-# stages remain; with less, more carried tensors take memory.
+# Share of the body's bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more,
+# large stages remain; with less, more carried tensors take memory.
 _HUGE = 0.3
-# One more tensor is carried if it makes at least this many cuts possible. A guess: fewer cuts save less than it takes.
+# Least number of cuts that carrying one more tensor must make possible. A guess: fewer save less than the tensor takes.
 _WORTHWHILE = 4
-# Outputs of the graph up to this share of all bytes are always carried. Chosen so that a thousand take a tenth.
+# Share of the body's bytes up to which an output of the graph is always carried: a thousand outputs take a tenth.
 _TINY = 1e-4
-# A stage below this share of an average stage's bytes is joined to the next. A guess: tiny stages save nothing.
+# Share of an average stage's bytes below which a stage is joined to the next one. A guess: tiny stages save nothing.
 _SMALL = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class CutPoints:
-    ends: list[int]  # position of each stage's last node in the graph's body, increasing
-    carried: list[fx.Node]  # tensors that stages return along with their own output
-    live: list[list[fx.Node]]  # live[p]: nodes up to position p whose values are read after it
+    ends: list[int]  # index in the graph's body of each stage's last node, increasing
+    carried: list[fx.Node]  # nodes whose tensors stages return along with their own output
+    live: list[list[fx.Node]]  # live[p]: nodes of the body up to index p whose values are read after it
 
 
 def losses_of(nodes: Iterable[Any]) -> list[fx.Node]:
@@ -232,13 +232,13 @@ def losses_of(nodes: Iterable[Any]) -> list[fx.Node]:
 
 
 def weights_of(facts: GraphFacts) -> list[int]:
-    # Bytes stand in for time, which can be measured only once the graph is cut into stages.
+    # The bytes that a node allocates stand in for its time, which can be measured only after the graph is cut.
     return [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
 
 
 def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> CutPoints:
-    """Cut where one tensor is live, into at most `granularity` stages. While the largest stage is too large, carry one
-    more of the tensors that are live inside it: the one that allows most new cuts. Join tiny stages to the next one.
+    """Cut the body into at most `granularity` stages, where one tensor is live. While the largest stage is too large,
+    carry one more of the tensors live inside it, which allows most new cuts. Join tiny stages to the next one.
     """
     live = _liveness(facts)
     positions = _possible_ends(facts, live)
@@ -253,7 +253,8 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
     def is_one(nodes: list[fx.Node]) -> bool:
         return len(nodes) <= 1 and checkpoints.issuperset(nodes)
 
-    # Outputs made at or after the last use of a parameter count as freed after the loss, so do not carry them.
+    # If the model returns a loss, outputs made at or after the last use of a parameter count as freed by the caller
+    # after the forward, so do not carry them.
     results: set[Any] = set()
     if losses_of(facts.outputs):
         owned = [at for at, node in enumerate(facts.body) if not facts.owned.keys().isdisjoint(node.all_input_nodes)]
@@ -278,19 +279,19 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
             if is_one([each for each in nodes if each is not node])
         )
         inside = {node for position in range(low, high - 1) for node in live[position]} - results
-        # Among equals, take the first in graph order: all processes must cut at the same positions.
+        # If several allow equally many cuts, take the first in graph order, as all processes must cut alike.
         best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
         if best is None or gained[best] < _WORTHWHILE:
             break
         carried.append(best)
     smallest = _SMALL / granularity
     while len(ends := _merged(possible, weights, smallest)) > granularity:
-        smallest *= 1.5  # a guess: a few rounds suffice, with not many fewer stages than `granularity`
+        smallest *= 1.5  # a guess: this takes a few rounds, and leaves not many fewer stages than `granularity`
     return CutPoints(ends, carried, live)
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
-    """Cut a graph where the graph `other` was cut, so that the plan for `other` fits. None if this is not possible."""
+    """Cut a graph where `other`, the same for other sizes, has its `cuts`; None if operators or live tensors differ."""
     if facts.operators != other.operators:
         return None
     # Compare nodes with tensors only: nodes that compute sizes differ between graphs with constant and symbolic sizes.
@@ -320,9 +321,9 @@ def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
 
 
 def _possible_ends(facts: GraphFacts, live: list[list[fx.Node]]) -> dict[int, list[fx.Node]]:
-    """Map each position after which a stage may end to the tensors that are live there."""
+    """Map each index of the body after which a stage may end to the nodes whose tensors are live there."""
     position = {node: at for at, node in enumerate(facts.body)}
-    unfinished: set[int] = set()  # positions between the allocation of a tensor and a later write into it
+    unfinished: set[int] = set()  # indices from the allocation of a tensor to right before a write into it
     for node in facts.body:
         for target in map(memory_root, written_by(node)):
             unfinished.update(range(position.get(target, position[node]), position[node]))
@@ -354,7 +355,7 @@ def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
 
 
 def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
-    """Name each piece after the module of most of its weight, one level below the path that its modules share."""
+    """Name each piece after the module with most of its weight, one level below the path that its modules share."""
     found = []
     for piece in pieces:
         weights: Counter[str] = Counter()

@@ -21,14 +21,14 @@ from torch.nn import functional
 from rotor_profiling.storage import local
 from rotor_profiling.torch_compat import tree_leaves
 
-# Decisions about cuts and saved values need bytes, and so the sizes of the current input. A symbol's hint will not do:
-# it is the size at tracing, which may have been for another input or another model.
+# Decisions about cuts and saved values need bytes, and so the sizes of the current input. The hint of a symbolic size
+# does not help: it is the size at tracing, which may have been for another input or another model.
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class SymbolValues:
-    """Values of a graph's symbols, read from the `arguments` with which its `placeholders` are called."""
+    """Values of a graph's symbolic sizes, read from the `arguments` with which its `placeholders` are called."""
 
     def __init__(self, placeholders: Iterable[fx.Node] = (), arguments: Iterable[Any] = ()) -> None:
         self._known: dict[Any, sympy.Integer] = {}
@@ -45,7 +45,7 @@ class SymbolValues:
                     self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
-        """Return the number for a symbolic `value`: TorchDynamo's hint if a symbol is unknown, None without a hint."""
+        """Return the int, float or bool of a symbolic `value`: if unknown, TorchDynamo's hint, or None without one."""
         if not isinstance(value, _SYMBOLIC):
             return value
         expression = getattr(value.node, "expr", None)
@@ -73,7 +73,7 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-# An operator whose name contains one of these is random. torch has no list of random functions and methods.
+# An operator whose name contains one of these counts as random, since torch has no list of random functions.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 _AUGMENTED = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
 _IN_PLACE = {operator.setitem, operator.delitem, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
@@ -126,7 +126,7 @@ def _place_of_inplace(function: Any) -> int:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that the node may write into, except the running statistics of a norm."""
+    """Return the inputs that the node may write into in place, or as `out`, but no running statistics of a norm."""
     if node.op not in ("call_function", "call_method") or not overwrites(node):
         return []
     out = [each for each in tree_leaves(node.kwargs.get("out")) if isinstance(each, fx.Node)]
@@ -141,7 +141,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    # TorchDynamo's path is an expression: L['model'].layers.0 in torch 2.13, with `_modules` and ['0'] in older ones.
+    # TorchDynamo's path is a Python expression: L['model'].layers.0; older versions have `_modules` and ['0'] in it.
     path = re.sub(r"^L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
     path = re.sub(r"\['?", ".", path).replace("']", "").replace("]", "")
     return path.replace("_modules.", "").strip(".")
@@ -186,7 +186,7 @@ def lines_of(node: fx.Node) -> list[str]:
 
 
 def line_of(node: fx.Node) -> str:
-    """Return the model's source line that a node comes from: path:number, and its text."""
+    """Return the model's source line that a node comes from, as "path:number (text)"."""
     frames = lines_of(node)
     found = re.search(r'File "(.+)", line (\d+)[^\n]*\n\s*([^\n]*)', frames[-1]) if frames else None
     return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"

@@ -17,8 +17,8 @@ from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, lin
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import lasting
 
-# For a call of a model's own `torch.autograd.Function`, TorchDynamo's operator creates a class, which holds the saved
-# tensors until the next garbage collection. Ours saves them with autograd, which frees them in the backward.
+# Each call of a model's own `torch.autograd.Function` is an operator of TorchDynamo that creates a class, which holds
+# the saved tensors until the next garbage collection. `SavingFunction` lets autograd free them in the backward.
 
 
 def with_saving_functions(graph: fx.Graph) -> None:
@@ -28,7 +28,7 @@ def with_saving_functions(graph: fx.Graph) -> None:
 
 
 def autograd_function_apply(forward: fx.GraphModule, backward: fx.GraphModule, *values: Any, **how: Any) -> Any:
-    """Run `forward` on `values` and, in the backward, `backward` on gradients and saved values, as torch's does."""
+    """Run `forward` on `values`, and in the backward, `backward` on gradients and saved values: see above."""
     return SavingFunction.apply(forward, backward, how, *values)  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -44,8 +44,8 @@ class SavingFunction(torch.autograd.Function):
         ctx.backward_graph = backward
         ctx.others = [None if isinstance(each, torch.Tensor) else each for each in saved]
         ctx.positions = [number for number, each in enumerate(saved) if isinstance(each, torch.Tensor)]
-        # A tensor that the model keeps as `ctx.x = x` may be overwritten, so save it without its version counter. As an
-        # attribute of `ctx`, it would not be freed in the backward.
+        # The model may overwrite a tensor that its function kept as `ctx.x = x`, so save it without version counter.
+        # Kept as an attribute of this `ctx`, it would not be freed in the backward.
         guarded = how.get("saved_for_backward_idx", ())
         ctx.save_for_backward(*(saved[at] if at in guarded else saved[at].data for at in ctx.positions))
         return output
@@ -61,9 +61,9 @@ class SavingFunction(torch.autograd.Function):
 
 
 # TorchDynamo makes one operator of a region of `torch.utils.checkpoint`. This operator draws other random numbers when
-# it recomputes, and rejects regions that write buffers, as batch norm does. So a function of ours replaces it.
+# it recomputes, and rejects regions that write buffers, as batch norm does. So `checkpointed` below replaces it.
 
-# One function for each kind of region, so that stages with equal regions have equal signatures and are measured once.
+# Equal regions share one function, so that stages with equal regions have equal signatures and are measured once.
 _functions: dict[Hashable, Callable[..., Any]] = {}
 
 
@@ -84,10 +84,10 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
 
         def checkpointed(*values: Any, **how: Any) -> Any:
             if any(map(torch_compat.is_fake_tensor, values)):
-                return operator(body, *values, **how)  # the compiler traces with fake tensors, and needs its operator
+                return operator(body, *values, **how)  # AOTAutograd traces with fake tensors, and knows this operator
             trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in values]
             given = [each if needed else None for each, needed in zip(values, trained, strict=True)]
-            # A recomputed stage runs on copies of buffers. A region in it recomputes on the real ones, as in training.
+            # A recomputed stage runs on copies of buffers. A region in it recomputes on the model's, as without a plan.
             later = [None if needed else lasting(each) for each, needed in zip(values, trained, strict=True)]
             others = [later, list(values)]
 
@@ -103,7 +103,7 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
 
 
 # Inside `torch.vmap` and other transforms, operators work on wrapped tensors, which have no memory of their own and do
-# not tell whether they require a gradient. As one node, such a region takes and returns plain tensors.
+# not tell whether they require a gradient. So such a region becomes one node, which takes and returns plain tensors.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
@@ -111,7 +111,7 @@ _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
 
 
 def with_whole_transforms(graph: fx.Graph) -> None:
-    """Make one node of each region of `torch.func` transforms. Raises UnsupportedModelError if it writes its inputs."""
+    """Make each region of `torch.func` transforms one node. Raises UnsupportedModelError if one writes its inputs."""
     region: list[fx.Node] = []
     depth = 0
     for node in list(graph.nodes):
@@ -181,7 +181,7 @@ def _kind_of(graph: fx.Graph) -> Hashable:
 
 
 def _names(nodes: Iterable[fx.Node]) -> str:
-    # Other code finds random operators and norms by name, and compares graphs by the names of operators.
+    # `is_random` and `_norm` checks find operators in this text, and `GraphFacts.operators` compares it.
     return ", ".join(name_of(node) for node in nodes if node.op.startswith("call"))
 
 
@@ -207,7 +207,7 @@ class _Arguments(NamedTuple):
     @property
     def drops(self) -> bool:
         probability = self.dropout
-        if isinstance(probability, fx.Node):  # TorchDynamo makes a number an input if it differs between two traces
+        if isinstance(probability, fx.Node):  # TorchDynamo makes a float an input if it differs between two traces
             probability = probability.meta["example_value"].node.hint
         return bool(self.training and self.layers > 1 and probability)
 
@@ -247,14 +247,14 @@ def _divide(node: fx.Node, given: _Arguments, states: tuple[fx.Node, ...]) -> No
     def transposed(value: fx.Node) -> fx.Node:
         return call(torch.transpose, (value, 0, 1), value.meta["example_value"].transpose(0, 1))
 
-    # Make time the first dimension, as inside the original operator: dropout draws its numbers in memory order.
+    # Make time the first dimension, as inside the original operator, so that dropout drops the same elements.
     example, *ends = node.meta["example_value"]
     value = given.value
     if given.batch_first:
         example, value = example.transpose(0, 1), transposed(value)
     directions = 2 if given.bidirectional else 1
     count = len(given.weights) // given.layers
-    last_states: list[list[fx.Node]] = []  # per layer: the hidden state after the last time step, for an LSTM a pair
+    last_states: list[list[fx.Node]] = []  # by layer: the state after the last time step, for an LSTM two tensors
     for layer in range(given.layers):
         weights = list(given.weights[layer * count : (layer + 1) * count])
         start = layer * directions

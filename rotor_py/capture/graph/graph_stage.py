@@ -27,15 +27,15 @@ from rotor_py.stage.partial_storage import Around, PartialSaving
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.skipped_output import skip_output
 
-# Recomputed right before its backward, a stage can skip a product at its end, whose backward needs only its inputs.
+# Right before its backward, a stage need only allocate its output, if that is a product: its backward reads the inputs.
 
-# Operators that can be skipped. Autograd's saved values would tell, but are unknown before the stage runs.
+# Products and sums can be skipped. What autograd saves would show further operators, but only after a run of the stage.
 _PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
 _SUMS: set[Any] = {operator.add, torch.add, "add"}
-# Operators that may follow a skipped product: their backward does not read their input values.
+# Operators that may follow a skipped product: their backward does not read the values of their inputs.
 _RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
 _FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
-# Most `WholeRun`s that a stage caches. A guess, far above the number of plans between which a model alternates.
+# Number of `WholeRun`s at which a stage clears its cache of them. A guess, far above that of plans that alternate.
 _MOST_RUNS = 16
 
 
@@ -47,7 +47,7 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, copies))
     for node in skipped:
-        if node.target not in _FOLLOWING:  # `_FOLLOWING` run on the uncomputed value, at little cost
+        if node.target not in _FOLLOWING:  # these run on the product's uncomputed memory, which takes little time
             copy, target = copies[node], node.target
             function: Any = getattr(torch.Tensor, target) if isinstance(target, str) else target
             copy.op, copy.target = "call_function", _skipping(function)
@@ -55,11 +55,11 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _skippable(graph: fx.Graph) -> list[fx.Node]:
-    """Return the operators whose values are needed for the stage's output, but for no operator's backward."""
+    """Return the operators whose values only the stage's output needs, and no operator's backward."""
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
-        # An input of a product cannot be skipped: the product's backward needs it.
+        # An operator that makes a product's input cannot be skipped: the product's backward reads the input.
         unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
         made, called = example_of(node), node.op in ("call_function", "call_method")
         is_tensor = isinstance(made, torch.Tensor) and made.is_floating_point()
@@ -70,7 +70,7 @@ def _skippable(graph: fx.Graph) -> list[fx.Node]:
 
 @cache
 def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator `target` without its computation; with a name, since the graph becomes code."""
+    """Return a function that allocates the output of `target` without computing it. The graph's code needs its name."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return skip_output(target, *args, **kwargs)
@@ -79,17 +79,17 @@ def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Running consecutive stages that store everything as one function saves a fifth of a small network's Python time.
+# If consecutive stages that store everything run as one function, a small network takes a fifth less Python time.
 
 
 class WholeRun:
-    """Run consecutive `stages` of an unsharded graph as one; with each come the positions of shared values it reads."""
+    """Run consecutive `stages` as one function; with each come the positions of the shared values that it reads."""
 
     def __init__(self, stages: Sequence[tuple[fx.GraphModule, tuple[int, ...]]]) -> None:
         graph = fx.Graph()
         # Pass values in lists: the caller of a function holds its arguments until it returns, but not a list's items.
         self._values, self._owned = graph.placeholder("values"), graph.placeholder("owned")
-        # For each parameter, buffer or module of the stages, the dict that has it, and its name.
+        # For each parameter, buffer or module that the stages read, the dict that has it, and its key.
         self._places: list[tuple[dict[str, Any], str]] = []
         self._stage_of: dict[fx.Node, int] = {}
         first, read = stages[0]
@@ -107,7 +107,7 @@ class WholeRun:
 
     def __call__(self, values: list[Any], name_of: Callable[[int], str]) -> tuple[Any, ...]:
         """Run the stages on a list of their live, then shared values, and empty the list. Errors name their stage."""
-        # Look parameters up in every run: one may have been replaced.
+        # Look parameters up in every run, as the model's owner may have replaced one.
         owned = [table[name] for table, name in self._places]
         try:
             made: tuple[Any, ...] = run_graph(self._graph, (values, owned))
@@ -144,7 +144,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     """A stage of a captured graph.
 
     Its input and output are tuples: the live values, then the values that all stages share. The stage reads the shared
-    values at the positions `reads`, and returns all of them unless it is the `last`. `marked`: its nodes, if sharded.
+    values at the positions `reads`, and returns all of them unless it is the `last`. `marked` is None if not sharded.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._signature = tuple(emitter.signature)
         self._sizes = emitter.facts.sizes
         self._known = known
-        self._like: list[GraphStage] = []  # the same stage for other sizes; a list hides it from `nn.Module`
+        self._like: list[GraphStage] = []  # at most one: this stage for other sizes. A list hides it from `nn.Module`
         self._parts: dict[str, SavedPart] | None = None
-        # Graphs by storage mode (None: everything is stored), and by whether they skip the output.
+        # Maps a storage mode (None if everything is stored), and whether the output is not computed, to the graph.
         self._own_graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = {}
-        self._runs: dict[tuple[GraphStage, ...], WholeRun | None] = {}  # `run_through`, by the following stages
+        self._runs: dict[tuple[GraphStage, ...], WholeRun | None] = {}  # results of `run_through` by its argument
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs that run on another module's attributes cannot be copied: a copy of the stage makes its own.
+        # Graphs made by `graph_on` have no attributes, so they cannot be copied: a copy of the stage makes new ones.
         kept = {name: each for name, each in self.__dict__.items() if name not in ("_graphs", "_first")}
         return {**kept, "_own_graphs": {}, "_known": {}, "_runs": {}}
 
@@ -205,7 +205,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return tuple(self.parts_by_way())
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
-        # With several processes, find saved values with fake tensors: a real run may wait for the other processes.
+        # With several processes, find saved values with fake tensors: a collective in a real run may wait for others.
         if self._marked is not None or several_processes():
             return self.ways()
         live, shared = self._divide(value)
@@ -244,10 +244,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return self._signature, value_signature((live, [shared[position] for position in self.reads]))
 
     def parts_by_way(self, arguments: Sequence[Any] | None = None) -> dict[str, SavedPart]:
-        """Return the partial storage modes, most bytes first. The first call may run the stage on `arguments`."""
+        """Return what each partial storage mode keeps, most bytes first. The first call may run the stage on them."""
         if self._parts is None:
             if self._first._parts is None:
-                # Run on `arguments` only if these tensors have memory, all of it in this process.
+                # Run on `arguments` only if all of these are plain tensors with memory.
                 plain = (torch.Tensor, nn.Parameter)
                 usable = all(type(each) in plain and each.device.type != "meta" for each in tensors_in(arguments))
                 self._first._parts = self._find_parts(arguments if usable else None)
@@ -256,7 +256,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def _find_parts(self, arguments: Sequence[Any] | None) -> dict[str, SavedPart]:
         for example in self._like:
-            # Leave out nodes that are sizes: a graph for a size of 1 has a constant in place of such a node.
+            # Compare operators without the nodes that are sizes: for a size of 1, a graph has a constant instead.
             theirs, own = (
                 {at: node for at, node in enumerate(each.body.graph.nodes) if not isinstance(example_of(node), _SIZES)}
                 for each in (example, self)
@@ -268,12 +268,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     @cached_property
     def _first(self) -> GraphStage:
-        """The first stage with the same operators and sizes as this one; equal stages share its parts and graphs."""
+        """The first stage with the operators and sizes of this one; equal stages share what it keeps and its graphs."""
         nodes = self.body.graph.nodes
         given = (tensor for node in nodes if node.op == "placeholder" for tensor in tensors_of(node))
         owned = (owned_by(self.body, node) for node in nodes if node.op == "get_attr")
         layouts = tuple(self._layout(each) for each in (*given, *owned) if isinstance(each, torch.Tensor))
-        # Compare node kinds, too: the signature does not say where autocast regions end.
+        # Compare `op` of all nodes, too: the signature does not say where autocast regions end.
         return self._known.setdefault((self._signature, tuple(node.op for node in nodes), layouts), self)
 
     def _layout(self, tensor: torch.Tensor) -> Hashable:
@@ -283,12 +283,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     @cached_property
     def _graphs(self) -> dict[tuple[str | None, bool], fx.GraphModule | None]:
-        # Stages of a sharded model name their attributes differently, so they cannot share graphs.
+        # A graph finds attributes by name. Those of stages of a sharded model differ, so they cannot share graphs.
         return self._first._own_graphs if self._marked is None else self._own_graphs
 
     @property
     def _bare(self) -> fx.GraphModule | None:
-        """The graph without the computation of the stage's output; None if there is nothing to skip."""
+        """The graph that allocates the stage's output without computing it; None if this saves no time."""
         if (None, True) not in self._graphs:
             self._graphs[None, True] = skipping_output(self.body)
         return self._graphs[None, True]
@@ -302,7 +302,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any, owner: fx.GraphModule | None = None
     ) -> tuple[Any, ...]:
         live, shared = self._divide(values)
-        del values  # so that the graph can free each value after its last use, if the caller holds none
+        del values  # the graph can then free each value after its last use, unless the caller holds it
         arguments = (*before, *live, *(shared[position] for position in self.reads))
         result: tuple[Any, ...] = run_graph(graph, arguments, owner or self.body)
         return result if self.last else (*result, *shared)
@@ -319,7 +319,7 @@ def _operator(node: fx.Node) -> tuple[str, str]:
 def stages_of(
     facts: GraphFacts, cuts: CutPoints, weights: list[int], names: list[str] | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
-    """Return the named stages, the values that all of them share, and the outputs of the last stage."""
+    """Return pairs of a name and a stage, the nodes whose values all stages share, and the last stage's outputs."""
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
     names = name_pieces(pieces, dict(zip(facts.body, weights, strict=True))) if names is None else names
@@ -353,7 +353,7 @@ def stages_of(
 
 
 def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:
-    """Map the position of each output that is an input which the piece does not read to that input's position."""
+    """Map positions of output tensors to those of input tensors that the piece returns without reading them."""
     read = {each for node in piece for each in node.all_input_nodes}
     given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}

@@ -35,11 +35,11 @@ from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
 
 # Prices of recomputing values are in floating point operations: an operator's own, plus `_FOR_A_BYTE` per byte read or
-# written. Prices only rank values; whole stages are timed later.
+# written. Prices only rank values: the storage modes found with them are timed later.
 
-# Operations that take as long as moving one byte: about 5 on a CPU core, 300 on a GPU in half precision. A guess.
+# Number of operations that take as long as reading or writing a byte. A guess: about 5 on a CPU core, 300 on a GPU.
 _FOR_A_BYTE = 20
-# Operations that take as long as exp, tanh or the like of one number: half a nanosecond of a CPU core. A guess.
+# Number of operations that take as long as one exp, tanh or the like. A guess: half a nanosecond of a CPU core.
 _FOR_A_FUNCTION = 50
 # Time of attention, relative to a matrix product of as many operations. A guess: 1.8 on a core with AVX-512.
 _FOR_ATTENTION = 2
@@ -68,12 +68,12 @@ _ATTENTION = ("scaled_dot_product_attention",)
 
 
 def named(names: Sequence[str], *modules: Any) -> set[Any]:
-    """Return the functions of these names in `modules`, and the names, which stand for methods of tensors."""
+    """Return the functions of these names in `modules`, and the names, which are targets of nodes that call methods."""
     return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
 
 
-# Operators that take about as long as reading and writing their tensors. Random operators are left out: recomputed,
-# they would have to draw from the same state again.
+# Operators that take about as long as reading and writing their tensors. Random operators are left out: they could be
+# recomputed only from the same random state.
 CHEAP: set[Any] = named(_OPERATORS, torch, operator) | named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
 # Slower operators that compute the same bits from the same tensors in every run.
 KINDS: dict[str, set[Any]] = {
@@ -88,7 +88,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def kind_of(node: fx.Node) -> str | None:
-    """Return the kind, a key of KINDS, of a slow operator that can be recomputed; else None."""
+    """Return the key of KINDS for a slow operator that can be recomputed; None for other operators."""
     if node.op not in ("call_function", "call_method") or not _makes_one(node) or is_random(node):
         return None
     found = next((kind for kind, operators in KINDS.items() if node.target in operators), None)
@@ -99,7 +99,7 @@ def kind_of(node: fx.Node) -> str | None:
 
 def _makes_one(node: fx.Node) -> bool:
     tensors = tensors_of(node)
-    # Not on a DTensor, where an operator may communicate.
+    # Do not recompute operators on DTensors, which may communicate.
     return len(tensors) == 1 and tensors[0].is_floating_point() and layout_of(tensors[0]) is None
 
 
@@ -126,12 +126,12 @@ _MORE_FLOPS = {_CPU_ATTENTION: lambda query, key, value, *_, **__: sdpa_flop_cou
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
-    """Results of running a graph with autograd.
+    """What a run of a graph with autograd shows about its nodes.
 
     `saved`: nodes whose memory autograd saves. `roots`: for every node with a tensor, the node that allocated its
-    memory or wrote to it last. `in_graph`: nodes whose tensor requires a gradient. `flops`: operations of slow nodes.
-    The value of an `overwritten` node can be recomputed, but not kept. A `stale` node reads through a view that an
-    in-place write has changed, so it cannot be recomputed.
+    memory or wrote to it last. `in_graph`: nodes whose tensor requires a gradient. `flops`: floating point operations
+    of nodes with a `kind_of`. The value of an `overwritten` node can be recomputed, but not kept. A `stale` node reads
+    memory through a view made before an in-place write into it, so it cannot be recomputed.
     """
 
     saved: set[fx.Node] = field(default_factory=set)
@@ -143,7 +143,7 @@ class SavedValues:
 
 
 def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None = None) -> SavedValues:
-    """Run `body` on `arguments` or on fake tensors to find what autograd saves. May raise TypeError."""
+    """Run `body` on `arguments` or on fake tensors, to find what autograd saves. Raises TypeError if it cannot tell."""
     found = SavedValues()
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
@@ -195,16 +195,16 @@ class _Memories:
     """Track the storages ("memories") of a graph's values while it runs, and record the result in `found`."""
 
     found: SavedValues
-    made_by: dict[int, fx.Node] = field(default_factory=dict)  # the node that allocated a memory, or wrote to it last
-    # Per node, for each memory of its tensors, the last write into this memory that the node's inputs had seen.
+    made_by: dict[int, fx.Node] = field(default_factory=dict)  # the node that allocated a storage, or wrote to it last
+    # Maps each node and each storage of its tensors to the node whose write into it was the last that its inputs saw.
     seen: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
-    # May include memory that no node has returned yet: operators save their own output, or internal tensors.
+    # Storages that autograd saved, also of tensors that no node has returned (yet): outputs, or internal tensors.
     saved: set[int] = field(default_factory=set)
-    # Weak references, so that the number of a freed memory is not used again for another one.
+    # Weak references to storages: while one exists, no new storage gets the same address.
     known: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Record the memory, not the tensor: a saved tensor is often a view of a node's result.
+        # Record the storage instead of the tensor: a saved tensor is often a view of a node's result.
         self.saved.add(self._number(tensor))
         return tensor.detach()  # a node that saved its own result with its history would be in a cycle, never freed
 
@@ -238,9 +238,9 @@ class _Memories:
             seen[memory] = self.found.roots[node] = made_by
 
     def end(self) -> None:
-        """Record the nodes that last wrote to saved memory: autograd rejects memory that is written to after saving."""
+        """Record the nodes that last wrote to saved storages. No write comes after saving, which autograd rejects."""
         made_by = {self.made_by[memory] for memory in self.saved if memory in self.made_by}
-        # Leave out operators that write without returning a value: there is no value to keep or drop.
+        # Leave out operators that write but return no tensor, such as `setitem`: there is no value to keep or drop.
         self.found.saved.update(node for node in made_by if self.found.roots.get(node) is node)
 
 
@@ -269,7 +269,7 @@ def _value_of(
 
 
 def _like(value: Any, sizes: SymbolValues) -> Any:
-    """Return a tensor like one of TorchDynamo's fake tensors, with numbers for its symbolic sizes."""
+    """Return a tensor like one of TorchDynamo's fake tensors, with ints for its symbolic sizes."""
     if isinstance(value, DTensor):
         part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
         shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))
@@ -285,7 +285,7 @@ def _like(value: Any, sizes: SymbolValues) -> Any:
 
 
 def _refuse_special(tensor: torch.Tensor) -> None:
-    """Raise TypeError for tensor subclasses and for layouts other than strided, whose memory works differently."""
+    """Raise TypeError for tensor subclasses and layouts other than strided: these may have no storage of their own."""
     kind, layout = type(local(tensor)), local(tensor).layout
     if kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or layout is not torch.strided:
         name = kind.__name__
@@ -302,7 +302,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """Numbers of the nodes whose values a stage keeps or drops, equal in equal stages; and how to recompute values."""
+    """Indices in the graph of nodes whose values a stage keeps or drops, and the recipe to recompute dropped ones."""
 
     kept: frozenset[int]
     dropped: frozenset[int]
@@ -317,7 +317,7 @@ class SavedPart:
         pending = list(dropped)
         while pending:
             node = pending.pop()
-            # Keep numbers, and inputs that share the memory of another input: this costs nothing.
+            # Also keep sizes and inputs that share another input's memory, which costs nothing.
             if node in kept or node not in values.roots or not node.op.startswith("call"):
                 found.add(numbers[node])
             elif numbers[node] not in calls:
@@ -328,7 +328,7 @@ class SavedPart:
         return cls(frozenset(found), places, Recipe(calls, needs))
 
     def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
-        """Copy the graph `stage`, and pass each value to keep or drop to a new first input, a PartialSaving."""
+        """Copy the graph `stage` with a new first input, a PartialSaving; call it with each value to keep or drop."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         saving = graph.placeholder("saving")
@@ -347,10 +347,10 @@ def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Ca
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values_in.__getitem__)
     # Call methods by name: a DTensor has other methods than a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
-    if is_mark(node):  # when values are recomputed, FSDP must not take it for a forward of the module
+    if is_mark(node):  # recomputing values must not call FSDP's hooks, which would take this for the module's forward
         function = passed_through
     reads = tuple(numbers[each] for each in node.all_input_nodes)
-    # Recompute slow operators with gradients, for which `matmul` and others may choose another kernel.
+    # Recompute slow operators on inputs that require gradients as before, since kernels may be chosen by this.
     whole = values.roots.get(node) is node and not is_cheap(node)
     wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
     return Call(function, args, kwargs, reads, wanted)

@@ -1,5 +1,5 @@
-"""Choose partial storage modes of a captured stage, each of which keeps a part of the saved values: the parts on the
-lower convex hull of bytes and recomputation price, and the smallest part from which cheap operators recompute the rest.
+"""Choose partial storage modes of a captured stage, each of which keeps other values, its part: those on the lower
+convex hull of bytes and recomputation price, and the smallest one from which cheap operators recompute the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rotor_py.capture.graph.saved_values import (
 from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
-# As a point of bytes and price, a part below the line through two others is better than a mixture of these. A minimum
+# Plot parts by bytes and price: a part below the line through two others is better than a mixture of these. A minimum
 # cut, weighted by the line's slope, finds it. Repeating this gives the lower hull (Eisner and Severance, 1976).
 
 
@@ -47,7 +47,7 @@ class PricedCut:
 def hull_between(
     before: PricedCut, after: PricedCut, least: Callable[[int, int], PricedCut], depth: int
 ) -> list[PricedCut]:
-    """Return the parts on the hull between two parts, most bytes first. Divide a line at most `depth` times.
+    """Return the parts on the lower hull between `before` and `after`, most bytes first: at most 2 ** `depth` - 1.
     `least(a, b)` returns the part with the least `a * nbytes + b * price`; among equals, the one of lowest price.
     """
     bytes_apart, price_apart = before.nbytes - after.nbytes, after.price - before.price
@@ -61,7 +61,7 @@ def hull_between(
 
 
 def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, most: int) -> list[PricedCut]:
-    """Return at most `most` parts, at least `least_bytes` apart. Drop the least useful ones, but never `stays`."""
+    """Return at most `most` of the inner `parts`, at least `least_bytes` apart: `stays`, and those of most `gain`."""
     whole, *inner, again = parts
     left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]
 
@@ -84,7 +84,7 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
 
 
 # A minimum cut tells which values to keep, as in torch._functorch.partitioners. Flow goes from values that cannot be
-# recomputed to saved values. A cut's capacity: bytes of the values on it, kept, plus prices behind it, recomputed.
+# recomputed to saved ones. A cut's capacity: bytes of the values on it (kept) and prices of those behind (recomputed).
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
@@ -113,7 +113,7 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
 
 
 def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Return the nodes that allocated the memory that a node reads, directly or through views and numbers."""
+    """Return the nodes that allocated the memory that a node reads, directly or through views and sizes."""
     found, pending, seen = set(), list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()
@@ -131,26 +131,26 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
 
 _log = logging.getLogger("rotor_py")
 
-IN_PART = "in part"  # the storage mode of the smallest part from which cheap operators recompute the rest
-# Parts must differ by this share of the saved bytes. A guess: closer ones are not worth measuring.
+IN_PART = "in part"  # name of the storage mode from whose values cheap operators recompute the others
+# Share of the saved bytes by which storage modes must differ. A guess: closer ones are not worth measuring.
 _WORTHWHILE = 0.1
-# Highest price of cheap operators per byte that they save. A guess: most cost 50 to 100, row statistics thousands.
+# Highest price per byte of a value that `IN_PART` recomputes. A guess: most cost 50 to 100, row statistics thousands.
 _FOR_A_BYTE = 1000
-# Most parts of a stage. A guess: more take longer, since each is timed.
+# Number of partial storage modes of a stage at most. A guess: more take longer, since each is timed.
 _MOST = 5
-_DEEP = 4  # depth of dividing lines of the hull: at most 15 minimum cuts for a stage
+_DEEP = 4  # number of times that a line of the hull is divided at most: 15 minimum cuts for a stage
 _MODES = (torch_compat.enter_autocast, torch_compat.exit_autocast, torch_compat.set_grad_enabled)
 
 
 def find_saved_parts(
     body: fx.GraphModule, shared: int, sizes: SymbolValues, arguments: Sequence[Any] | None = None
 ) -> dict[str, SavedPart]:
-    """Return the parts that `body` can keep, by storage mode, most bytes first; none if its saved values are unknown.
-    Find them by a run on `arguments` or fake tensors. The last `shared` inputs of `body` are shared by all stages.
+    """Return a dict from storage modes of `body` to what each keeps, most bytes first; empty if it is unknown what
+    autograd saves. This is found by a run on `arguments` or fake tensors. All stages share the last `shared` inputs.
     """
     nodes = list(body.graph.nodes)
     outputs = set(body.graph.output_node().all_input_nodes)  # these stay in memory for the next stage
-    # A quick test first, since finding the saved values is slow: can any value be dropped and recomputed?
+    # First ask whether any value can be dropped and recomputed: finding the saved values is slow.
     if not any(node not in outputs and (is_cheap(node) or kind_of(node) is not None) for node in nodes):
         return {}
     values = _saved_values(body, sizes, arguments)
@@ -170,7 +170,7 @@ def find_saved_parts(
         cut = least_cut(values, costs, {node: for_prices * price for node, price in prices_of.items()})
         return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.recomputed))
 
-    # The fewest bytes from which cheap operators alone recompute the other saved values.
+    # `first` has the fewest bytes from which cheap operators alone recompute the other saved values.
     first = least(_FOR_A_BYTE, 1, {node: prices[node] for node in own if is_cheap(node)})
     whole = PricedCut(ValueCut(), sum(keeping[node] for node in values.saved), 0)
     again = PricedCut(ValueCut(), sum(keeping[node] for node in inputs), _price_of_all(values, prices))
@@ -179,7 +179,7 @@ def find_saved_parts(
     found: dict[str, SavedPart] = {}
     before = whole
     for part in thinned([whole, *parts, again], first, _WORTHWHILE * whole.nbytes, _MOST):
-        # Name a part after the slowest kind of operators that it recomputes and the part before it keeps.
+        # Name a part after the slowest operators that it recomputes, and the part before it does not.
         kinds = {kind_of(node) for node in part.cut.recomputed - before.cut.recomputed} - {None}
         most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
         name = IN_PART if most is None and part.cut == first.cut else f"{IN_PART}, {most or 'arithmetic'} again"
@@ -190,7 +190,7 @@ def find_saved_parts(
 
 
 def _price_of_all(values: SavedValues, prices: Mapping[fx.Node, int]) -> int:
-    """Return the price of recomputing the stage right before its backward, without its output."""
+    """Return the price of recomputing all saved values from the stage's inputs. Operators only for its output add 0."""
     pending, seen = list(values.saved), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -207,20 +207,20 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """Convert the `parts` of the same graph for other sizes; `nodes` maps its node numbers to nodes of `body`."""
+    """Convert the `parts` of the same graph for other sizes; `nodes` maps its nodes' indices to nodes of `body`."""
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}
     found = {}
     for name, example in parts.items():
-        # `nodes` lacks numbers, such as sizes, which need not be kept.
+        # `nodes` lacks nodes that are sizes, which need not be kept.
         dropped, kept = ({nodes[at] for at in places if at in nodes} for places in (example.dropped, example.kept))
         found[name] = SavedPart.of_cut(body, values, kept | (values.saved - dropped))
     return found
 
 
 def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None) -> SavedValues | None:
-    # A value that was computed under autocast or `no_grad` would be recomputed without it.
+    # A recomputation runs operators one by one, so without the autocast or `no_grad` that the graph enters for them.
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
     # Operators may reject fake tensors with exceptions of any type.

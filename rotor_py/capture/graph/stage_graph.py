@@ -34,11 +34,11 @@ from rotor_py.stage.protocol import StageOffers, Wrap
 
 
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
-    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default the graph's own). An
-    operator's error is raised unchanged, with a note that quotes the model's source line.
+    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default the graph's own).
+    Errors of operators pass through, with a note that quotes the model's source line.
     """
     # Do not call `graph(...)`, which on an error prints generated code and cuts off the traceback. Generated code has
-    # no `with` blocks, so an error would leave autocast and `no_grad` on.
+    # no `with` blocks, so the `except` block ends the autocast and `no_grad` regions in which an error was raised.
     gradients = torch.is_grad_enabled()
     try:
         return type(graph).forward(graph if owner is None else owner, *arguments)
@@ -49,11 +49,11 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
 
 
 def _explain(graph: fx.GraphModule, error: BaseException) -> None:
-    """Exit the autocast regions that were open when `error` was raised, and note the model's source line on it."""
+    """Exit the autocast regions that were open when `error` was raised, and add a note with the model's source line."""
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return
-    # Exit the innermost first. Closed regions are not among the locals: generated code sets these to None after use.
+    # Exit the innermost region first. Regions already left are no locals: generated code sets these to None after use.
     for value in reversed(trace.tb_frame.f_locals.values()):
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
@@ -91,10 +91,10 @@ _ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 
 class Emitter:
-    """Copy nodes of a captured graph into a new graph, each in its modes (autocast, gradients).
+    """Copy nodes of a captured graph into a new graph, which runs each with its autocast and gradient mode.
 
     `inputs` become the new graph's placeholders. Other values that the nodes read (parameters, buffers, bodies of
-    operators) become its attributes. Two emitters have an equal `signature` if their nodes compute the same.
+    operators) become its attributes. If two emitters have an equal `signature`, their nodes compute the same.
     """
 
     def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node], nodes: Iterable[fx.Node] = ()) -> None:
@@ -120,20 +120,20 @@ class Emitter:
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
-        # Only functions and methods are comparable; with any other node, the signature equals no other.
+        # Targets of functions and methods can be compared. With any other node, the signature equals no other.
         target = node.target if node.op in ("call_function", "call_method") else Unlike(id(node))
         args = node.args
         if node.target in MARKS:
             self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
-            args = args[1:]  # without its place: equal modules at different places have equal signatures
+            args = args[1:]  # without the module's path: equal modules at different paths have equal signatures
             if self.facts.marks is not None:
                 self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
     def add_module(self, name: str, module: nn.Module, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> None:
-        """Call `module` in place of nodes: it maps the tuple of inputs, `reads`, to the tuple of results, `makes`."""
-        self._switch(Modes())  # inside the module, its nodes' modes are entered
+        """Call `module` in place of the nodes that it has: it maps the tuple of values `reads` to the tuple `makes`."""
+        self._switch(Modes())  # the module's own graph enters the modes of its nodes
         self.attributes[name] = module
         made = self.graph.call_module(name, (tuple(map(self._copied, reads)),))
         for position, node in enumerate(makes):
@@ -152,11 +152,11 @@ class Emitter:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
-            # Name attributes by number: equal stages share graphs, which find attributes by name. A stage of a sharded
-            # model is cut into pieces, which find its attributes by the names of nodes.
+            # Equal stages share graphs, which find attributes by name, so number the names. Only in a sharded model are
+            # they names of nodes, by which pieces of a stage find its attributes.
             name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
             if node in self.facts.sharded:
-                # Refer to the module's table, not to the parameter: gathering puts another parameter into the table.
+                # Refer to the module's `_parameters`, since gathering puts another parameter into this dict.
                 (self._tables[name], key), group = self.facts.sharded[node]
                 if group not in self._entered:
                     self.begun[group] = None
@@ -188,7 +188,7 @@ class Emitter:
             self.signature.append("no gradients")
 
     def _plain(self, value: Any) -> Hashable:
-        """Return an argument in a form for the signature: nodes by number, since names differ between pieces."""
+        """Return an argument for the signature: with numbers for nodes, whose names differ between equal stages."""
         if isinstance(value, fx.Node):
             if value not in self._numbers:
                 self._numbers[value] = len(self._numbers)
@@ -204,8 +204,8 @@ class Emitter:
         return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike(id(value))
 
 
-# A stage of a sharded model is compiled in pieces, cut at marks: compiled code cannot call the marks, which gather and
-# free parameters. Between two marks, all parameters that a piece reads are gathered.
+# A stage of a sharded model is compiled in pieces, cut at nodes of MARKS: these run FSDP's hooks, which gather and free
+# parameters, and which compiled code cannot call. While a piece runs, all parameters that it reads are gathered.
 
 
 class UnmarkedPiece(nn.Module, StageOffers, HasKind):
@@ -230,7 +230,7 @@ class MarkedStage:
     outputs: Sequence[fx.Node]
 
     def in_pieces(self, body: fx.GraphModule, wrap: Wrap) -> fx.GraphModule:
-        """Return the stage's graph `body` with the nodes of each piece replaced by a call of `wrap(piece)`."""
+        """Return the stage's graph `body` with a call of `wrap(piece)` in place of the nodes of each piece."""
         emitter = Emitter(self.facts, self.inputs)
         end = 0
         for number, (is_mark, group) in enumerate(itertools.groupby(self.nodes, lambda node: node.target in MARKS)):
@@ -251,7 +251,7 @@ class MarkedStage:
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
-        """Return a context, for recomputing values, that gathers the parameters that given nodes (by number) read."""
+        """Return a context, for recomputing values, that yields a function to gather what nodes (by index) read."""
         sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
         groups: dict[fx.Node, ShardGroup] = {}
         for node in body.graph.nodes:
@@ -280,7 +280,7 @@ class MarkedStage:
         return around
 
     def _worth_compiling(self, nodes: list[fx.Node], makes: list[fx.Node]) -> bool:
-        """Whether nodes compute anything and write only into their own memory: compiled code would copy others."""
+        """Whether `nodes` allocate anything, and write into no input, which compiled code would copy."""
         own = {*nodes, *self.facts.owned}
         if any(memory_root(each) not in own for node in nodes for each in written_by(node)):
             return False
@@ -288,6 +288,6 @@ class MarkedStage:
 
 
 def _on_the_tables_of(body: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
-    """Let `graph` share the parameter and buffer tables of `body`, so that a tensor replaced in one is in both."""
+    """Let `graph` share the dicts of parameters and buffers of `body`, so that a tensor replaced in one is in both."""
     graph.__dict__["_parameters"], graph.__dict__["_buffers"] = body._parameters, body._buffers
     return graph
