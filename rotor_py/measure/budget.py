@@ -1,4 +1,4 @@
-"""Divide the memory limit of a step into fixed memory, memory for the chain, and memory outside the chain."""
+"""Divide the memory limit of a step into fixed memory, memory of the chain of stages, and memory outside of it."""
 
 from __future__ import annotations
 
@@ -39,23 +39,25 @@ from rotor_solver import (
 from rotor_solver.in_flight import Footprint, busiest_of, least_in_flight_sequence, most_while_one_begins, peaks_of
 from rotor_solver.offload import Link, simulate_moves, solve_moving
 
-# Share of time that separate sequences for several forwards must save to be used. At most the solver's optimality gap.
+# Share of time that forwards in flight must save by different sequences; else, all run the same. A guess, not above the
+# share by which the solver's sequences may be slower than the best.
 _WORTH = 0.005
-# A link so slow that every copy ends only when the sequence waits for it.
+# Bytes per second of a link so slow that every copy ends only when the sequence waits for it.
 _SLOWEST = Link(1e-9, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory of a step, and the solver of sequences for a limit on it.
+    """The memory of a step: predicts its peak under a sequence, and finds a sequence within a limit.
 
     Besides the fixed memory, a step holds `before_bytes` while the layers before the chain run, and `stepping_bytes`
     while the optimizer steps: the chain's input and output, and fresh gradients. The optimizer's step allocates
     `step_bytes` more (None if unknown). A plan that recomputes anything holds `snapshot_bytes` throughout.
 
-    `forwards` are in flight at once, with backwards in `backward_order`, one of `rotor_solver.in_flight.ORDERS`. A
-    sequence is for the first forward, and contains the sequences of the others (`Sequence.of_forwards`). Each waiting
-    forward holds its chain's saved bytes, `held_beside` bytes outside the chain, and its own snapshots.
+    `forwards` is the number of forwards that run before the first backward; their backwards come in `backward_order`,
+    one of `rotor_solver.in_flight.ORDERS`. A sequence is for the first forward, and contains those of the others
+    (`Sequence.of_forwards`). While a forward waits for its backward, it holds its chain's saved bytes, `held_beside`
+    bytes outside the chain, and its own snapshots.
     """
 
     fixed: FixedMemory
@@ -68,21 +70,21 @@ class Budget:
     held_beside: int = 0
     backward_order: str = "any"
     in_nodes: bool = False
-    """Whether each stage is an autograd node: its backward then takes as much scratch memory as if recomputed."""
+    """Whether each stage runs as a custom autograd node; see the function `in_nodes`."""
     freed_gradients: int = 0
     """Bytes of gradients that are freed in the backward, each as soon as the optimizer has stepped its parameter."""
     view_bytes: int = 0
-    """Bytes of one forward's input."""
+    """Bytes of one forward's input; if this is a view, only its own."""
     rest_bytes: int = 0
     """Bytes of the batch outside this input, if the input is a view of a batch, as a microbatch is."""
     link: Link | None = None
-    """Bandwidth of offloading; None if nothing may be offloaded."""
+    """Bytes per second of offloading and of fetching; None if nothing may be offloaded."""
     link_name: str = ""
     """Name of the offload tier."""
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """Bytes in use while the optimizer steps. An unknown optimizer's own memory is not included."""
+        """Bytes that a step holds while the optimizer steps, without the optimizer's own memory if this is unknown."""
         return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
 
     def peak_bytes(self, sequence: Sequence) -> int:
@@ -96,7 +98,7 @@ class Budget:
         return max(before + self.before_bytes, self.optimizer_peak_bytes, running)
 
     def beside_chain(self, sequence: Sequence) -> int:
-        """Return bytes outside the `busiest` forward's chain: fixed memory, its snapshots, and other forwards."""
+        """Return the bytes held outside the `busiest` forward's chain: fixed, its snapshots, and other forwards'."""
         return self.busiest(sequence)[1]
 
     def busiest(self, sequence: Sequence) -> tuple[Sequence, int]:
@@ -108,7 +110,7 @@ class Budget:
         return chosen, self.fixed.total + others + self._snapshot(chosen)
 
     def makespan(self, sequence: Sequence) -> float:
-        """Return the seconds of all forwards in flight, their losses and their backwards."""
+        """Return the seconds that all forwards in flight, their losses and their backwards take."""
         if sequence.moves is not None:
             assert self.link is not None
             # A sequence with offloading is for one forward. If several are in flight, each follows it.
@@ -159,7 +161,7 @@ class Budget:
         return f"nothing is moved to {self.link_name}: no plan within the limit would be faster for it"
 
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """Return the budget for `forwards` in flight. The first backward leaves `gradient_bytes` in memory."""
+        """Return the budget for `forwards` in flight. The first backward makes `gradient_bytes`, held in the others."""
         if forwards == self.forwards:
             return self
         assert forwards > 1
@@ -182,7 +184,7 @@ class Budget:
 
     def _held_beside(self, measurement: Measurement) -> int:
         loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
-        # Count all memory of the loss, since it is unknown how much of this the loss's backward needs.
+        # Count all memory of the loss, since it is unknown how much of it is held until the loss's backward.
         held = measurement.held_bytes if measurement.outputs_held else 0
         batch = self.view_bytes if measurement.prefix else 0
         return batch + carried + held + measurement.left_bytes + loss.kept_bytes + loss.temp_bytes
@@ -192,7 +194,7 @@ class Budget:
 
     def least_bytes(self) -> int:
         """Return the least limit for which there is a plan."""
-        # Storing all may need least memory: recomputation needs snapshots, which may be larger than its savings.
+        # Storing everything may need least memory: a plan that recomputes holds snapshots, maybe more than it saves.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, self.peak_bytes(self._least_sequence()))
 
@@ -208,14 +210,14 @@ class Budget:
         `algorithm` cannot solve this chain.
         """
         stored = store_all(self.chain)
-        # Try storing all first: it needs no snapshots, for which `chain_limit` reserves room. But for an algorithm
-        # other than the default, the caller wants that algorithm's own sequence.
+        # Try storing all first: it needs no snapshots, for which `chain_limit` reserves room. But if the caller chose
+        # another algorithm than the default, return that algorithm's sequence.
         if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
             return StoreAll().solve(self.chain, simulate(self.chain, stored).peak)
         if mem_limit < self.least_bytes():
             raise self.refuse(mem_limit)
         if self.forwards == 1 and isinstance(algorithm, Persistent):
-            # A least sequence that stores all stages, some of them in part, needs no snapshots either.
+            # If the sequence of least memory stores all stages, some of them in part, it needs no snapshots, either.
             least = simulate(self.chain, recompute_all(self.chain)).peak
             if self.chain_limit(mem_limit) < least:
                 return RecomputeAll().solve(self.chain, least)
@@ -250,7 +252,7 @@ class Budget:
         return self._least_sequence() if found is None else found
 
     def refuse(self, mem_limit: int, remedy: str = "") -> InfeasibleError:
-        """Return the error for a limit that is too small. `remedy` is a sentence to put before the default remedies."""
+        """Return the error for a limit that is too small; its message has the sentence `remedy` before the others."""
         # The message contains "out of memory", by which accelerate's `find_executable_batch_size` detects such errors.
         least = self.least_bytes()
         largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
@@ -282,7 +284,7 @@ class Budget:
     def with_gradients_of(
         self, model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
     ) -> Budget:
-        """Return this budget with room for all gradients that exist now."""
+        """Return this budget with at least the bytes of all gradients that exist now in its fixed memory."""
         waiting = trained_bytes(model, device) if self.forwards > 1 else 0
         kept = waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
         return replace(self, fixed=replace(self.fixed, gradients=max(self.fixed.gradients, kept)))
@@ -295,7 +297,7 @@ class Budget:
         return replace(self, fixed=fixed, held_beside=beside, chain=chain)
 
     def with_outputs_held(self, before: Measurement, measurement: Measurement, *, fresh_gradients: bool) -> Budget:
-        """Return this budget for `measurement`, in which the caller holds outputs that it dropped in `before`."""
+        """Return this budget for `measurement`, which is `before` but for outputs that the caller holds in it."""
         more = measurement.returned_bytes - before.returned_bytes
         found = self.with_found(measurement, more, fresh_gradients=fresh_gradients)
         more = self.forwards * (measurement.output_bytes - before.output_bytes)
@@ -306,7 +308,7 @@ def in_nodes(chain: Chain) -> Chain:
     """Return the chain for stages that run as custom autograd nodes, each with a graph separate from the caller's."""
     stages = []
     for stage in chain.stages:
-        # As a node, a stored stage may also hold its output, which a recomputed stage skips: take the larger memory.
+        # A stored stage may then hold as much in its backward as a recomputed one, or also its output: take the larger.
         temp = [max(each.backward_temp, each.backward_temp_of_replay) for each in stage.options]
         options = tuple(replace(each, backward_temp=most) for each, most in zip(stage.options, temp, strict=True))
         stages.append(replace(stage, options=options))
@@ -327,8 +329,8 @@ def make_budget(
 ) -> Budget:
     """Make the budget of a step of `model` on `sample`.
 
-    `optimizer`, None if unknown, is for the parameters that are not `stepped` in the backward. `buckets`: the bytes for
-    `communication` are already allocated, as DistributedDataParallel's buckets are.
+    `optimizer`, None if unknown, is for the parameters that are not `stepped` in the backward. `buckets`: whether the
+    bytes for `communication` are allocated before the step, as DistributedDataParallel's buckets are.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
     left = storage_bytes(each for each in left_tensors(model) if each.device == device) if measurement.left_bytes else 0
@@ -364,7 +366,7 @@ def peak_of(chain: Chain, sequence: Sequence) -> int:
     """Return the peak bytes of `sequence`, offloading included."""
     if sequence.moves is None:
         return simulate(chain, sequence).peak
-    # Assume the slowest link: a storage is freed only when the sequence waits for its copy, however fast the link is.
+    # Assume the slowest link: however fast it is, a storage is freed only when the sequence waits for its copy.
     return simulate_moves(chain, sequence, sequence.moves, _SLOWEST).peak
 
 

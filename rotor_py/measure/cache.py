@@ -1,4 +1,4 @@
-"""Cache measurements on disk, so that later processes do not measure the same stage again."""
+"""Cache measured bytes and seconds on disk, so that later processes do not measure equal stages again."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _log = logging.getLogger("rotor_py")
 class StageFindings:
     """Measured `bytes` of a stage: with everything stored, then in each storage mode of `ways`.
 
-    `decided_bytes`: bytes of its recorded routing decisions. `undecided`: it makes no such decisions, so runs need not
-    watch for them. `moving`: indices of the buffers that it changes.
+    `decided_bytes`: bytes of its recorded routing decisions (which expert gets which token). `undecided`: whether it
+    makes none, so that runs need not watch for them. `moving`: indices of the buffers that its forward changes.
     """
 
     bytes: tuple[StageBytes, ...]
@@ -52,17 +52,17 @@ class StageFindings:
 
 
 Runs = Sequence[StageRun]
-# Time when this module was imported. A file written later differs from the code that this process runs.
+# Time when this module was imported. A file written later may differ from the code that this process runs.
 _STARTED = time.time()
-# Our packages. `_code` covers the two that measure.
+# Packages of this project. `_code` covers the two that measure.
 _OURS = frozenset({"rotor_py", "rotor_profiling", "rotor_solver", "rotor_cli"})
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def code_of(kind: type) -> str | None:
-    """Return a digest of the code that a class may run: all imported files, and versions of libraries.
+    """Return a digest of the code that a class may run: imported files of the user, and versions of libraries.
 
-    Returns None for a class defined in a function or a notebook, and if a file has changed since it was imported.
+    Returns None for a class defined in a function or a notebook, and if a file was written after `_STARTED`.
     """
     module = sys.modules.get(kind.__module__)
     if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):
@@ -70,7 +70,7 @@ def code_of(kind: type) -> str | None:
     return _digest(len(sys.modules), int(time.monotonic()))
 
 
-@lru_cache(maxsize=1)  # this runs for every layer of a model
+@lru_cache(maxsize=1)  # called for every layer: read the files once a second, and after each import
 def _digest(_modules: int, _second: int) -> str | None:
     found = hashlib.sha256(_installed().encode())
     for file in sorted({file for each in list(sys.modules.values()) if (file := _users_file(each)) is not None}):
@@ -94,12 +94,12 @@ def _users_file(module: ModuleType) -> Path | None:
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     if not isinstance(file, str) or file.startswith(_LIBRARY_FOLDERS) or name.partition(".")[0] in _OURS:
         return None
-    return None if name.startswith("torch.") else Path(file)  # `__file__` of some modules of torch does not exist
+    return None if name.startswith("torch.") else Path(file)  # some modules of torch name a file that does not exist
 
 
-# Modules of our classes that a signature describes completely.
+# Modules of rotor_py whose classes a stage's signature describes completely.
 _OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
-# Modules whose functions and classes change only with the library's version.
+# Modules whose functions and classes change only with the version of torch or Python.
 _LIBRARIES = ("torch.", "_operator.", "math.", "builtins.")
 _NAMESPACES = ("aten", "prims")
 
@@ -114,7 +114,7 @@ def digest_of(key: Hashable) -> str:
 
 
 def environment(device: torch.device) -> tuple[Hashable, ...]:
-    """Return everything else on which times and bytes depend: versions, the device, settings of torch."""
+    """Return what times and bytes depend on besides a stage's signature: versions, the device, settings of torch."""
     cuda = device.type == "cuda"
     autocast = tuple(
         (kind, str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None)
@@ -194,7 +194,7 @@ def _name(value: Any) -> str:
     return f"{path} of {code}"
 
 
-# With more files than this, of a few kilobytes each, the older half is removed. A guess.
+# Number of files, of a few kilobytes each, above which the older half is removed. A guess.
 _MOST_FILES = 20_000
 
 
@@ -205,7 +205,7 @@ def cache_folder() -> Path:
 
 def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementCache | None:
     """Return the cache for `device` and these `settings`; None if measurements cannot be reused."""
-    # Several processes must all measure or all not measure a stage. A dispatch mode changes what operators do.
+    # With several processes, all must measure a stage, or none. A dispatch mode may change what operators do.
     if several_processes() or current_dispatch_mode() is not None:
         return None
     with suppress(OSError, RuntimeError):  # no home directory, or not writable
@@ -214,10 +214,10 @@ def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementC
 
 
 class MeasurementCache:
-    """Bytes and seconds by stage signature in `folder`, measured in the same environment.
+    """Bytes and seconds in `folder`, by stage signature and `surroundings`, such as the environment.
 
-    Findings of the discovery pass are not cached: whether a stage's results depend on recording a graph shows only for
-    some weights, and a signature does not include these.
+    Findings of discovery passes are not cached: a stage's results may depend on recording a graph only for some values
+    of its weights, which a signature does not include.
     """
 
     def __init__(self, folder: Path, surroundings: Hashable) -> None:
@@ -231,7 +231,7 @@ class MeasurementCache:
                     file.unlink(missing_ok=True)
 
     def find(self, kind: Hashable) -> tuple[StageFindings, Runs] | None:
-        """Return the bytes and seconds of the stage signature `kind`; None if absent or unreadable."""
+        """Return the bytes and seconds of the stage signature `kind`; None if its file is absent or damaged."""
         try:
             file = self._file(kind)
             if not file.is_file():  # absent, or a named pipe, for which a read would wait forever
@@ -242,7 +242,7 @@ class MeasurementCache:
             return None
 
     def keep(self, kind: Hashable, found: StageFindings, runs: Runs) -> None:
-        """Store bytes and seconds of the stage signature `kind`, unless its key is unstable or the disk fails."""
+        """Write the file of the stage signature `kind`; if its key is unstable, or the disk fails, log why not."""
         data = {**asdict(found), "moving": sorted(found.moving), "runs": [asdict(run) for run in runs]}
         try:
             file = self._file(kind)

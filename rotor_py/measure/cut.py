@@ -35,10 +35,10 @@ JOINT = "+"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A model as a chain: the layers of `prefix` run first, without gradients; a sequence schedules the `stages`.
+    """A model as a chain: the layers of `prefix` run first, without gradients; a plan stores or recomputes `stages`.
 
-    `input_owned`: the caller holds the chain's input during the whole step, so a plan cannot free it. `sharding`:
-    parameters to gather when a stage is measured. `members`: names of each stage's layers, if stages' names lack them.
+    `input_owned`: whether the caller holds the chain's input during the whole step, so that no plan frees it.
+    `sharding`: parameters to gather when a stage is measured. `members`: names of each stage's layers, if not in its.
     """
 
     prefix: tuple[Layer, ...]
@@ -54,9 +54,9 @@ class Cut:
 
 
 def is_chain(model: nn.Module) -> bool:
-    """Whether `model` is a nested `nn.Sequential`, so that its layers are its stages."""
-    # `isinstance` would not do: a subclass's forward may do more than call its layers in order. So may a forward that
-    # was replaced on the instance, such as Accelerate's, which adds autocast.
+    """Whether `model` is an `nn.Sequential` whose forward calls its layers in order, and does nothing else."""
+    # Do not use `isinstance`: a subclass's forward may do more, and so may a forward that was replaced on the instance,
+    # such as Accelerate's, which adds autocast.
     return type(model).forward is nn.Sequential.forward and "forward" not in model.__dict__
 
 
@@ -84,7 +84,7 @@ def _layers(path: str, module: nn.Module) -> Iterator[Layer]:
 
 
 def opened(model: nn.Module) -> tuple[str, ...]:
-    """Return the dotted paths of the containers that `layers` splits into their layers; none if not a chain."""
+    """Return the dotted paths of the containers that `layers` splits into their layers; empty if not a chain."""
     return tuple(_opened("", model)) if is_chain(model) else ()
 
 
@@ -107,23 +107,21 @@ def _opens(module: nn.Module) -> bool:
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, layer by layer, without gradients.
 
-    A layer that writes into its input, or returns a view of it, is joined to the layer before, or to the layer that
-    made the overwritten tensor: a stage cannot be recomputed from an overwritten input, and freeing an input frees no
-    memory while a view of it exists. Leading layers without trained parameters form the prefix.
+    A layer that writes into its input is joined to all layers back to the one that made the overwritten tensor, since a
+    stage cannot be recomputed from an overwritten input. A layer that returns only views of its input is joined to the
+    layer before, since freeing an input frees no memory while a view of it exists. Leading layers without trained
+    parameters form the prefix.
 
     Raises UnsupportedModelError if `model` is not a nested `nn.Sequential`, has nothing to train, or has a layer that
-    returns no tensor or cannot be recomputed with the same numbers. Errors of a layer pass through; a note names it.
+    returns no tensor or draws random values that cannot be restored. Errors of a layer pass through; a note names it.
     """
     # Gather parameters in their own dtype: FSDP's hooks, which cast inputs for mixed precision, do not run here.
     return cut_layers(layers(model), value, device, sharding_of(model, mixed_precision=False))
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
-    """Cut the layers `found`, given in execution order, as `cut` does. `sharding` is that of their model.
-
-    Raises UnsupportedModelError as `cut` does.
-    """
-    # There is no prefix if the input needs a gradient, which takes the backward of every layer.
+    """Cut the layers `found`, given in execution order, as `cut` does, with its errors. `sharding` is their model's."""
+    # If the input needs a gradient, there is no prefix: the gradient comes from the backward of every layer.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))
     leading = 0 if needs_gradient else next(trained, len(found))
@@ -136,7 +134,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     entered, (leaves, structure) = value, tree_flatten(value)
     changed_by: str | None = None
     groups: list[list[Layer]] = []
-    # Maps the storage address of each tensor in the current value to the index of the group that made the tensor.
+    # Maps the storage address of each tensor in `value` to the index of the group that made the tensor.
     made_by: dict[int, int] = {}
     for position, (name, module) in enumerate(found):
         given = storages(tensors_in(value))
@@ -171,7 +169,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
     """Raise UnsupportedModelError for recurrent layers on CUDA with dropout between them.
 
-    cuDNN draws their dropout from an RNG state that cannot be restored, so a recomputation would drop other values.
+    cuDNN draws their dropout from a random state that cannot be restored, so a recomputation would drop other values.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return
@@ -203,7 +201,7 @@ def _run(
     if not (outputs := tensors_in(output)):
         text = f"let layer {name!r} return a tensor: it returned none, so no gradient would reach it"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)
-    # Compare version counters, not values: an in-place ReLU may leave this input's values unchanged.
+    # Compare version counters, not values, which an in-place ReLU leaves unchanged if none is negative.
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
@@ -216,14 +214,14 @@ def joined(group: Sequence[Layer]) -> Layer:
 
 
 def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixCost | None]:
-    """Return the input of the chain, and the cost of the layers before it."""
+    """Run the layers before the chain. Return their output, which is the chain's input, and their cost."""
     if not cut.prefix:
         return value, None
     _, modules = joined(cut.prefix)
     # Clone the input, since a layer may write into it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():
-        modules(value)  # warm-up: libraries allocate persistent memory at the first call
+        modules(value)  # warm-up: at the first call, libraries allocate memory that they keep
         with memory_meter(device) as meter:
             output = modules(value)
         with stopwatch(device) as watch:

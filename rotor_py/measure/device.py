@@ -15,13 +15,14 @@ from rotor_py.units import format_bytes, parse_bytes
 _log = logging.getLogger("rotor_py")
 
 DEFAULT_SHARE = 0.9
-"""The default limit as a share of available memory. A guess: the rest is for fragmentation, which no plan models."""
+"""The default limit as a share of available memory. A guess: the rest is for fragmentation, which is not predicted."""
 
 
 def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     """Return the bytes of a limit on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of its total memory.
 
-    None means 90 % of the memory available to this process now. Raises ValueError for other limits, and below one byte.
+    None means 90 % of the memory that this process can use now. Raises ValueError for any other limit, or one below
+    one byte. Logs a warning if the limit is above the device's memory.
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))
@@ -51,7 +52,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes available to this process, including memory that it already uses."""
+    """Return the bytes that this process can use on `device`, including those that it already uses."""
     if (predicted := prediction()) is not None:
         return predicted.memory_bytes
     if device.type == "cuda":
@@ -62,14 +63,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """Return the bytes allocated by PyTorch on `device`; None on the CPU, where PyTorch does not count."""
+    """Return the bytes allocated by PyTorch on `device`; None on the CPU, where PyTorch does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def segments_expand(device: torch.device) -> bool:
-    """Whether all large tensors on a CUDA device are in expandable segments, whose blocks have the requested size.
+    """Whether all large segments of a CUDA device's allocator are expandable, so that blocks have the requested size.
 
-    Asks the allocator: an environment variable set after the allocator has started has no effect.
+    Asks the allocator instead of the environment: a variable set after it has started has no effect.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return False

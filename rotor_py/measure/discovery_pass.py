@@ -1,4 +1,4 @@
-"""Discovery passes over a chain: find how recording a graph changes a stage's results, and the layouts of gradients."""
+"""Discovery passes over a chain: find how recording a graph changes stages' results, and the layouts of gradients."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class LayerOffers(Protocol):
 class WalkedChain:
     """The stages of `cut` on their `device`, with `value`, the input of the first stage.
 
-    `silent`: indices of the chain's output tensors without gradient. The processes of `group` run the stages together.
-    `layer_offers` finds further storage modes of layers.
+    `silent`: indices of the chain's output tensors that get no gradient. The processes of `group` run the stages
+    together. `keepers` are storage modes for all stages, and `layer_offers` finds further ones of layers.
     """
 
     cut: Cut
@@ -59,13 +59,13 @@ class WalkedChain:
     layer_offers: LayerOffers | None
 
     def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
-        """Return the runner of a stage as in training, which stores everything or uses a storage mode of `ways`."""
+        """Return an object that runs stage `number` as in training: storing everything, or in a mode of `ways`."""
         name, function = self.cut.stages[number]
         offers = None if self.layer_offers is None else self.layer_offers.of(function)
         return StageRunner(function, name, self.preserve_rng_state, ways=ways, keepers=self.keepers, offers=offers)
 
     def run(self, runner: StageRunner, value: Any) -> Any:
-        """Run a stage; return the input of the next stage, with `requires_grad` as in training."""
+        """Run a stage; return the next stage's input: leaves, with `requires_grad` as in training."""
         with isolated(runner.function, self.device), torch.enable_grad():
             return leaves_of(runner.forward(leaves_of(value)))
 
@@ -74,7 +74,7 @@ class WalkedChain:
 
 
 def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:
-    """Return `layouts`, with None for each gradient whose layout is that of its tensor; empty if all are."""
+    """Return `layouts`, with None for each gradient that has the layout of its tensor; empty if all have."""
     found = tuple(
         None if strides is None or _alike(shape, own, strides) else strides
         for (shape, own), strides in zip(output, layouts, strict=False)
@@ -83,7 +83,7 @@ def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layou
 
 
 def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether both strides give this shape the same layout. A stride of a dimension of size 1 does not matter."""
+    """Whether both strides give this shape the same layout: dimensions of size 1 may have any stride."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
 
 
@@ -95,8 +95,8 @@ def refuse_lost_gradients(
 ) -> None:
     """Raise UnsupportedModelError if a stage uses a parameter that is not its own, for example one in a list.
 
-    The graph of a recomputation ends at the stage's own parameters, so this parameter would get no gradient. Warns if
-    the run has put a tensor with a gradient into an attribute; `before` has the attributes from before the run.
+    A recomputation passes gradients only to the stage's own parameters, so this parameter would get none. Logs a
+    warning if the run has put a tensor with a gradient into an attribute; `before` has the attributes before the run.
     """
     if kept := with_gradients(before.changes()):
         _log.warning(
@@ -117,21 +117,21 @@ def refuse_lost_gradients(
 
 
 class DiscoveryPass:
-    """Runs discovery passes over a chain and holds their findings. `stepped`: parameters stepped in the backward."""
+    """Runs discovery passes over a chain, and has what they find. `stepped`: parameters stepped in the backward."""
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
         self._effects: dict[Hashable, GraphEffects] = {}
         self._trials: dict[Hashable, Mapping[str, Trial]] = {}
-        # Layouts of the gradients that a stage's backward returns, by the stage's signature and the layouts of its
-        # output gradients. Tensors that the stage only passes on are left out.
+        # Maps what `_asked` returns (a stage's signature, layouts of its output gradients) to the layouts of the
+        # gradients that its backward returns.
         self._given: dict[Hashable, Layouts] = {}
-        # By stage, which tensors of its output require a gradient in training.
+        # Maps each stage's index to whether each tensor of its output requires a gradient in training.
         self.needs_gradient: dict[int, list[bool]] = {}
         self._chain, self._stages = chain, chain.cut.stages
         self._alike: dict[int, Hashable] = {}  # signature of each stage, without layouts of gradients
-        # Layouts of output gradients with which each stage is measured; empty if all are as the outputs', which is
-        # assumed first, until the next stage is measured. With a wrong layout, a backward begins with an extra copy.
+        # Layouts of output gradients with which each stage is measured; empty if they are those of the outputs, as is
+        # assumed until the next stage has run. With a wrong layout, a backward would be measured with an extra copy.
         self.arriving: list[Layouts] = [()] * len(self._stages)
         # Layouts of the gradients that each stage's backward returns; the last entry is the loss's.
         self._arrived: list[Layouts] = [()] * (len(self._stages) + 1)
@@ -139,7 +139,7 @@ class DiscoveryPass:
         self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in self._stages]
 
     def of(self, chain: WalkedChain) -> DiscoveryPass:
-        """Return a discovery pass for other code of the same stages; it shares the findings by signature."""
+        """Return a discovery pass for the same stages with other code. Both share what they find, by signature."""
         other = DiscoveryPass(chain, self._stepped)
         other._effects, other._trials, other._given = self._effects, self._trials, self._given
         return other
@@ -157,21 +157,21 @@ class DiscoveryPass:
         return value
 
     def settle(self, of_output: Layouts | None = None) -> bool:
-        """Repeat passes until all gradients' layouts are known, given those of the loss; return whether any changed."""
+        """Repeat passes until all gradients' layouts are known, given the loss's; return whether any has changed."""
         if of_output is not None:
             self._arrived[-1] = of_output
         chain, before = self._chain, list(self.arriving)
-        # This terminates: a stage's gradients depend only on later stages, so each pass settles one more stage.
+        # This ends, since a stage's gradients depend only on later stages, so that each pass settles one more stage.
         while anywhere((last := self._last_that_differs()) is not None, chain.group, chain.device):
             self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._arrived[1:], strict=True)]
-            # Several processes run all stages: they must run equally many, but may differ in `last`.
+            # With several processes, run all stages: all must run equally many, but may differ in `last`.
             self.walk(last=None if several_processes() else last)
         return anywhere(self.arriving != before, chain.group, chain.device)
 
     def _last_that_differs(self) -> int | None:
-        """Return the last stage whose output gradients have other layouts than those it was measured with.
+        """Return the last stage that has to run again, since its output gradients have other layouts than in its run.
 
-        If a stage of the same signature was run with these layouts, take over its result instead of another run.
+        If a stage of the same signature has run with these layouts, take its result instead.
         """
         last = None
         for stage in reversed(range(len(self._stages))):
@@ -189,13 +189,13 @@ class DiscoveryPass:
         return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
 
     def _to_run(self, number: int, arriving: Layouts) -> Layouts:
-        """Return the layouts in `arriving` that affect a stage's backward: not of tensors that it only passes on."""
+        """Return `arriving` with None for tensors that the stage only passes on, whose layouts do not affect it."""
         passed = offers_of(self._stages[number][1]).handed_on
         found = tuple(None if position in passed else each for position, each in enumerate(arriving))
         return found if any(found) else ()
 
     def _with_handed_on(self, number: int, given: Layouts, arriving: Layouts) -> Layouts:
-        """Add to a stage's layouts those of gradients that only pass through the stage."""
+        """Return the layouts `given`, with those in `arriving` for gradients that only pass through the stage."""
         found = list(given)
         for end, begin in offers_of(self._stages[number][1]).handed_on.items():
             if end < len(arriving) and arriving[end] is not None and found[begin] is not None:
@@ -207,7 +207,7 @@ class DiscoveryPass:
         chain = self._chain
         with gathered(function, chain.cut.sharding):
             alike = stage_signature(function, value)
-            # A stage may contain collectives, so if it is new to one process, all processes run it.
+            # The stage may contain collectives, so if its signature is new to one process, all processes run it.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
             self._alike[number] = alike
             arriving = self.arriving[number]
@@ -226,7 +226,7 @@ class DiscoveryPass:
                 if chain.layer_offers is not None:
                     saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
                     chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
-            # A stage of a known signature has not run above: run it, since it has its own values.
+            # A stage of a known signature has not run above. Run it now for the input of the next stage.
             value = chain.run(chain.runner(number), value) if made is None else made
             self._arrived[number] = self._with_handed_on(number, self._given[asked], arriving)
             self._outputs[number] = [(tensor.shape, tensor.stride()) for tensor in map(local, tensors_in(value))]
@@ -236,7 +236,7 @@ class DiscoveryPass:
     def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
-        # A captured stage declares its effects and owns all of its parameters, so it needs no such check.
+        # Captured stages own all of their parameters, and set no attributes: they need no `refuse_lost_gradients`.
         described = not new or isinstance(function, HasKind)
         run = partial(
             stage_layouts,
@@ -247,8 +247,9 @@ class DiscoveryPass:
             arriving=self._to_run(number, self.arriving[number]),
             before_backward=None if described else partial(refuse_lost_gradients, name, function, Attributes(function)),
         )
-        # Watch the first trial in the main run and the others in separate runs: autograd calls only the innermost of
-        # nested hooks. With several processes, do not watch the main run, which would be repeated in some of them.
+        # Trials watch runs through hooks on saved tensors. Autograd calls only the innermost of nested hooks, so watch
+        # the first trial in the main run, and others in runs of their own. With several processes, do not watch the
+        # main run, which would be repeated if hooks fail, but maybe only in some processes.
         hooked = trials[:1] if not several_processes() else []
         for trial in trials[len(hooked) :]:
             with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():

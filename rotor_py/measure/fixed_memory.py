@@ -1,6 +1,6 @@
 """Fixed memory: the bytes of a step that every plan needs, such as parameters, gradients and optimizer state.
 
-If the backward steps a parameter as soon as its gradient is complete, and then frees the gradient, it is not fixed.
+Gradients of parameters that are stepped in the backward are not fixed: each is freed right after its parameter's step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SteppedParameters:
         return [each for each in parameters if id(each) not in self.scratch]
 
     def by_stage(self, cut: Cut) -> list[Stepped]:
-        """Return, for each parameter of each stage, the scratch bytes of its step in that stage's backward, or None."""
+        """Return, by stage and parameter, the scratch bytes of its step; None if not stepped in this backward."""
         if not self:
             return [()] * len(cut.stages)
         seen: set[int] = set()
@@ -57,16 +57,16 @@ class SteppedParameters:
         return found
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
-        """Return, per stage, the bytes that its backward adds to unfinished gradients of shared parameters."""
+        """Return, by stage, the bytes of shared parameters' gradients that its backward begins, minus those it ends."""
         return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
 
     def summed_up(self, cut: Cut) -> tuple[int, ...]:
-        """Return the same as `waiting` for all other parameters, if their `grad` exists before the step.
+        """Return the same as `waiting` for parameters that are not stepped in the backward, if `grad` is kept.
 
-        The engine sums the gradients of stages that share a parameter, then adds the sum to `grad`, if there is one.
+        Autograd then sums the gradients of all stages that share a parameter before it adds them to `grad`.
         """
         if self.sharded:
-            return ()  # FSDP's groups hold the whole gradients, which count as communication
+            return ()  # FSDP holds these sums, which count as communication
         return _waiting([self.others(trained_parameters(function)) for _, function in cut.stages])
 
 
@@ -103,9 +103,9 @@ def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None
 class FixedMemory:
     """Bytes on the device that every plan needs throughout the step.
 
-    `communication`: buffers for sending gradients and gathering sharded parameters. `batch`: the caller's input, if
-    layers run before the chain; otherwise the chain includes it. `other`: further allocations of this process, and
-    results that the caller holds to the end of the step.
+    `communication`: buffers for sending gradients and gathering sharded parameters. `batch`: the caller's input, but if
+    no layers run before the chain, only the part that the chain does not count. `other`: further allocations of this
+    process, and results that the caller holds to the end of the step.
     """
 
     parameters: int = 0
@@ -136,10 +136,7 @@ def known_memory(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> FixedMemory:
-    """Return the fixed memory of a step of `model` on `sample` that is known before measuring, with the whole batch.
-
-    `optimizer` is None if unknown.
-    """
+    """Return the fixed memory of a step of `model` on `sample` that is known before measuring, with the whole batch."""
     parameters, buffers = storages(_on(device, model.parameters())), storages(_on(device, model.buffers()))
     return FixedMemory(
         parameters=sum(parameters.values()),
@@ -156,7 +153,7 @@ def kept_gradient_bytes(
     model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
 ) -> int:
     """Return the bytes of gradients held throughout the step: not those freed between steps (`fresh`) or `stepped`."""
-    # `zero_grad` frees only gradients of the optimizer's parameters. Gradients of frozen parameters may stay forever.
+    # `zero_grad` frees only gradients of the optimizer's parameters, so gradients of frozen parameters may stay.
     frozen = gradients_of(p for p in model.parameters() if not p.requires_grad)
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))
 
@@ -173,9 +170,9 @@ def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Ten
 def unsplit_bytes(device: torch.device, saved: int) -> int:
     """Return the bytes to reserve for unsplit blocks of CUDA's allocator, if the stages of a step save `saved` bytes.
 
-    The allocator splits a free block only if more than 1 MiB is left (`should_split` in
-    c10/cuda/CUDACachingAllocator.cpp), and else counts the whole block; expandable segments have no such overhead. On
-    an H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages. Reserve 8 MiB, or `saved` / 100 if less.
+    Of a free block, the allocator splits off the rest only if it has more than 1 MiB (`should_split` in
+    c10/cuda/CUDACachingAllocator.cpp), else the tensor takes the whole block; not so in expandable segments. On an
+    H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages. Reserve 8 MiB, or `saved` / 100 if less.
     """
     if device.type != "cuda" or prediction() is not None or segments_expand(device):
         return 0
@@ -185,9 +182,9 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
 def unaccounted_bytes(
     device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
 ) -> int:
-    """Return bytes that the process holds on the device beyond `accounted`; zero on the CPU, where they are unknown.
+    """Return the bytes that the process holds on the device beyond `accounted`; 0 on the CPU, where they are unknown.
 
-    Gradients and optimizer state that exist now do not count here: `known_memory` includes them in full.
+    Gradients and optimizer state that exist now do not count here, since `known_memory` includes them.
     """
     if (predicted := prediction()) is not None:
         return predicted.workspace_bytes
@@ -211,10 +208,10 @@ def static_infeasibility(
 ) -> InfeasibleError | None:
     """Return the error for a step of `model` on `sample` whose fixed memory exceeds `mem_limit`; None if it may fit.
 
-    The error's `min_bytes` are a lower bound: they do not include saved tensors, which are not measured yet.
+    The error's `min_bytes` are a lower bound of what a step needs: nothing is measured yet, such as saved tensors.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
-    # When the optimizer steps, all gradients exist, even if freed between steps. The batch may have been freed.
+    # When the optimizer steps, gradients exist even if they are freed between steps. The batch may be freed by then.
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     stepping = known.total - known.batch + fresh
     least = max(known.total, stepping)

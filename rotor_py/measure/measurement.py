@@ -1,4 +1,4 @@
-"""Measured costs of a model, and their conversion into a `rotor_solver.Chain`."""
+"""Measured seconds and bytes of a model, and their conversion into a `rotor_solver.Chain`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rotor_profiling import LossCost, StageCost
 from rotor_py.stage.compression import word_of
 from rotor_solver import Chain, Option, Stage
 
-# Scratch bytes that no device has (256 TiB): they exclude an operation from plans. The solver accepts up to 1 PiB.
+# Scratch bytes of an operation that no plan may contain: more than any device has (256 TiB). The solver takes 1 PiB.
 _NEVER = 2**48
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCost:
-    """Cost of the layers before the chain: seconds, and peak bytes beyond the chain's input."""
+    """Cost of the layers before the chain: seconds, and peak bytes beyond their output, which is the chain's input."""
 
     seconds: float
     temp_bytes: int
@@ -28,9 +28,9 @@ class Carried:
     """A tensor of `nbytes` that stages pass on beside their outputs: made by stage first - 1, last used by stage
     `last`.
 
-    The tensor is in memory until the backward of stage `last`. From then until the backward of the stage that made it,
-    its gradient of `gradient_bytes` is in memory. A tensor without a gradient counts all that time, since earlier
-    stages may have saved it. If the model returns the tensor, `last` is the number of stages.
+    The tensor is in memory until the backward of stage `last`, and then, until the backward of the stage that made it,
+    its gradient of `gradient_bytes`. A tensor without a gradient counts until that backward, too, since earlier stages
+    may have saved it. If the model returns the tensor, `last` is the number of stages.
     """
 
     nbytes: int
@@ -53,9 +53,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measured seconds and bytes of a training step: stages, loss, and layers before the chain.
+    """Measured seconds and bytes of a training step: of its stages, its loss, and the layers before the chain.
 
-    `snapshot_bytes`: copies of changing buffers and attributes, and routing decisions, held for recomputations.
+    `snapshot_bytes`: bytes of the copies of buffers and attributes that stages change, and of recorded routing
+    decisions, which a plan holds if it recomputes anything.
     """
 
     names: tuple[str, ...]
@@ -71,28 +72,28 @@ class Measurement:
     other_outputs: int = 0
     """Bytes of the model's outputs that no stage has made or read."""
     outputs_held: bool = True
-    """Whether the caller holds outputs without gradient through the backward. If the model returns a loss, they count
-    as dropped until a step shows otherwise."""
+    """Whether the caller holds outputs without gradient through the backward. If the model returns a loss, this is
+    False until a step shows otherwise."""
     waiting_gradients: tuple[int, ...] = ()
-    """Bytes of unfinished gradients of shared parameters that each stage's backward adds; negative if it finishes them.
-    Only of parameters that are stepped in the backward, which are not in `gradient_bytes`."""
+    """Bytes of gradients of shared parameters that each stage's backward begins, less those of gradients that it
+    completes. Only of parameters that are stepped in the backward, which are not in `gradient_bytes`."""
     summed_gradients: tuple[int, ...] = ()
     """The same for all other parameters, if their gradients exist before the step; empty if stages share none."""
     sum_bytes: tuple[int, ...] = ()
-    """Bytes of the new tensor in which the engine sums the first two gradients of a shared parameter, by the stage of
-    the second; empty if it adds in place."""
+    """Bytes of the tensor that autograd allocates to sum the first two gradients of a shared parameter, by the stage
+    that makes the second; empty if it adds in place."""
     output_held: bool = True
-    """Whether the caller holds the last stage's outputs with gradient. False if only later graphs read them."""
+    """Whether the caller holds the last stage's outputs with gradient; False if only later graphs read them."""
     ways: tuple[tuple[Way, ...], ...] = ()
-    """The partial storage modes of each stage: option n of the stage in the chain is its n-th mode."""
+    """The partial storage modes of each stage: its n-th mode, from 1, is option n of the stage in the chain."""
     unrepeatable: tuple[int, ...] = ()
-    """Indices of stages that no plan may recompute, because another run has other outputs."""
+    """Indices of stages that no plan may recompute, because another run of them has other outputs."""
     spread: float = field(default=0.0, compare=False)
-    """Relative spread of the measured times of equal stages, which tells how good the measurement is."""
+    """Relative spread of the measured times of equal stages: the larger, the less certain are the seconds."""
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of the model's outputs that the last stage has not made.
+        """Bytes that the caller holds of outputs of the model that the last stage has not made.
 
         Carried tensors among them count even if the caller drops outputs, since stages mostly save them.
         """
@@ -126,18 +127,18 @@ class Measurement:
 
     @property
     def way_names(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the partial storage modes of each stage: its options 1, 2, …"""
+        """Names of the partial storage modes of each stage, which are its options 1, 2, … in the chain."""
         return tuple(tuple(way.name for way in ways) for ways in self.ways_by_stage)
 
     @property
     def fewer_bits(self) -> str | None:
-        """The value of `keep=` for the first inexact storage mode of any stage; None if all modes are exact."""
+        """The value of `keep=` for the first storage mode that keeps fewer bits of values; None if none does."""
         return word_of(name for names in self.way_names for name in names)
 
     def chain(self, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
-        """Return the chain for the solver. It includes parameter gradients if they are freed between steps.
+        """Return the chain for the solver. Its backwards allocate parameter gradients if these are freed between steps.
 
-        With several `forwards` in flight, all gradients exist from the first backward on, and none is in the chain.
+        With several `forwards` in flight, they do not: gradients count as fixed, since the first backward makes all.
         """
         length = len(self.stages)
         gradient = [0] * length  # bytes of gradients that each stage's backward allocates, minus those that it frees
@@ -145,8 +146,8 @@ class Measurement:
             gradient = list(self.gradient_bytes if fresh_gradients else self.summed_gradients or gradient)
         if self.waiting_gradients:
             gradient = [kept + waiting for kept, waiting in zip(gradient, self.waiting_gradients, strict=True)]
-        # The solver models only activations that one stage passes to the next. Tensors that go further add to the
-        # scratch memory of every stage during which they exist.
+        # The solver knows only activations that one stage passes to the next. So carried tensors count in the scratch
+        # memory of every stage during which they exist.
         forward, backward, loss = [0] * length, list(self.sum_bytes or [0] * length), self.loss.temp_bytes
         for each in self.carried:
             for stage in range(each.first, length):
@@ -154,14 +155,14 @@ class Measurement:
                 if stage >= each.last or not each.gradient_bytes:  # otherwise, only its gradient still exists
                     backward[stage] += each.nbytes
             loss += each.nbytes
-            # Tell the solver that the last user's backward leaves a gradient, which the maker's backward frees.
+            # The backward of the last stage that reads it leaves its gradient, which the maker's backward frees.
             gradient[min(each.last, length - 1)] += each.gradient_bytes
             if each.first:
                 gradient[each.first - 1] -= each.gradient_bytes
         nograd = list(forward)
         held = self.outputs_held and self.held_bytes > 0
         if self.held_bytes:
-            nograd[-1] = _NEVER  # recomputing the last stage would allocate outputs without gradient twice
+            nograd[-1] = _NEVER  # recomputed, the last stage would allocate its outputs without gradient twice
         if held:  # the caller holds outputs without gradient from the last forward to the end of the step
             loss += self._droppable_bytes
             gradient[-1] += self.held_bytes
@@ -189,7 +190,7 @@ class Measurement:
 
 
 def _option(way: Way, first: StageCost, forward: int, backward: int, outputs_held: bool) -> Option:
-    # All options of a stage share the number of bytes that a run frees. If one frees fewer, count the rest as saved.
+    # The solver takes one number of freed bytes for all options of a stage. If one frees fewer, count more as saved.
     cost = way.cost
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
     held += max(0, first.output_released_bytes - cost.output_released_bytes)
@@ -213,8 +214,8 @@ _LEAST = ("input_released", "output_released", "skipped_output_time")
 def costliest(chains: Sequence[Chain]) -> Chain:
     """Return a chain with the maximum of each cost over `chains`, which several processes measured.
 
-    The slowest process sets the time, since processes wait for each other in collectives. Drops the first option whose
-    name differs between chains, and all after it.
+    The slowest process determines the time, since processes wait for each other in collectives. Of each stage's
+    options, takes those before the first whose name differs between chains.
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]
@@ -225,7 +226,7 @@ def costliest(chains: Sequence[Chain]) -> Chain:
         most = _most(
             same, "activation", "gradient", nograd_time="seconds_without_graph", nograd_temp="temp_without_graph"
         )
-        # Take the minimum of freed bytes and of saved seconds, on which a plan can rely in all processes.
+        # Take the minimum of freed bytes and of saved seconds: a plan must be able to rely on them in all processes.
         least = {name: min(getattr(each, name) for each in same) for name in _LEAST}
         stages.append(Stage(options=tuple(map(_costliest_option, agreed)), name=same[0].name, **most, **least))
     return Chain(

@@ -1,4 +1,4 @@
-"""Per-stage costs of a model for the ranks of a pipeline: time and memory of a microbatch, and fixed memory."""
+"""Costs of a model's stages, by which to divide them among the ranks of a pipeline: seconds, and bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rotor_solver import Chain
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """The `chain` of one microbatch, and by stage, bytes that are `fixed` throughout the step, and bytes that the
-    optimizer's step adds (`stepping`). `boundaries`: indices of stages at which a rank's part may begin.
+    """The `chain` for one microbatch; for each stage, the bytes that are `fixed` throughout the step, and those that
+    the optimizer's step adds (`stepping`). `boundaries`: indices of stages with which a rank may begin.
     """
 
     chain: Chain
@@ -39,7 +39,7 @@ def pipeline_costs(
 ) -> PipelineCosts:
     """Return the costs of `model` with these `stages`, measured on one microbatch, with gradients held between steps.
 
-    Parameters that several stages share count in each, since ranks cannot share them. Parameters and time of layers
+    Parameters that several stages share count in each, since ranks cannot share them. Parameters and seconds of layers
     before the chain count in the first stage; `batch_bytes` are the bytes of the microbatch that these layers read.
     """
     trained = [bytes_like(p for p in trained_parameters(stage) if p.device == device) for stage in stages]
@@ -48,7 +48,7 @@ def pipeline_costs(
     for stage, gradients, cost in zip(stages, trained, measurement.stages, strict=True):
         own = storages(tensor for tensor in (*stage.parameters(), *stage.buffers()) if tensor.device == device)
         known.update(own)
-        # Each microbatch holds two copies of changing buffers: one to restore, one for the recomputation to write into.
+        # Each microbatch holds two copies of buffers that change: one to restore, one that a recomputation writes into.
         snapshots = 2 * microbatches * bytes_like(moving_buffers(stage))
         fixed.append(sum(own.values()) + gradients + snapshots + microbatches * cost.left_bytes)
     rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)

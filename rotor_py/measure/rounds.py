@@ -1,7 +1,7 @@
-"""Time stages in rounds through the chain, until the time of a step is known with a small enough error.
+"""Time stages in rounds through the chain, until the error of a step's time is small enough.
 
-Other programs disturb the machine in bursts, so a stage is not timed several times in a row, but once per round, with
-other stages in between. Stages of one signature share their times, and take turns in being timed.
+Other programs slow the machine for short times, so a stage is not timed several times in a row, but once per round,
+with other stages in between. Stages of one signature share their times, and take turns in being timed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate
 from rotor_profiling.timing import several_processes, spread
 
 FEWEST_ROUNDS = 2
-"""One of them times a stage in all storage modes, the other one as an autograd node. Both take long."""
+"""Number of rounds in which every stage is timed: one in all storage modes, the other as an autograd node."""
 MOST_ROUNDS = 32
 WELL_KNOWN, CLOSELY = 0.02, 0.005
-"""Relative error of a step's time at which rounds end. The second is for a limit read off the Pareto front: GPT-2's
-limit moves by 2 % if a plan's overhead is wrong by one percentage point of 20."""
+"""Relative error of a step's time at which rounds end. `CLOSELY` is for a limit chosen from the Pareto front: GPT-2's
+limit changes by 2 % if a plan's overhead is wrong by one percentage point of 20."""
 STEPS, STEPS_CLOSELY = 2.0, 24.0
-"""Most time of further rounds, in plain training steps. Guesses: planning should take ten steps at most."""
+"""Upper bounds of the time of further rounds, in multiples of a step's time. Guesses: planning shall take ten steps."""
 LITTLE_SECONDS = 0.05
-"""Seconds that further rounds may always take: steps of milliseconds are noisy, and users do not notice this wait."""
+"""Seconds that further rounds may always take: short steps vary much, and users do not notice this wait."""
 TOO_FAR = 0.10
 """Relative spread above which times from an earlier process are discarded."""
 
 
 class StageTimes:
-    """Timed runs of stages by signature (`kind`). `closely`: with the smaller error that a Pareto front needs."""
+    """Timed runs of stages by signature (`kind`). `closely`: aim at the smaller error that a Pareto front needs."""
 
     def __init__(self, *, closely: bool = False) -> None:
         self._known, self._steps = (CLOSELY, STEPS_CLOSELY) if closely else (WELL_KNOWN, STEPS)
@@ -35,7 +35,7 @@ class StageTimes:
         self._exact: set[Hashable] = set()
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
-        """Add a run of a stage of this `kind`. If its times are `exact`, no further run is needed."""
+        """Add a timed run of a stage of this `kind`. `exact`: its clock has no error, so no further run is needed."""
         self._runs.setdefault(kind, []).append(run)
         if exact:
             self._exact.add(kind)
@@ -52,14 +52,14 @@ class StageTimes:
         return estimate(self._runs[kind])
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
-        """Return the relative spread of the times of equal stages, averaged over stages with their times as weights."""
+        """Return the relative spread of equal stages' times: the mean over all stages, weighted by their times."""
         seconds = [self._seconds(kind) for kind in kinds]
         total = sum(seconds)
         spreads = (spread([run.total for run in self._runs[kind]]) for kind in kinds)
         return sum(each * share for each, share in zip(spreads, seconds, strict=True)) / total if total else 0.0
 
     def wanted(self, kinds: Sequence[Hashable]) -> set[int]:
-        """Return the indices of the stages to time next, one per kind. `kinds` has the kind of every stage."""
+        """Return the indices of the stages to time next, one for each kind. `kinds` has the kind of every stage."""
         wanted = {kind for kind in kinds if self._missing(kind)} - self._exact
         # With several processes, time no further rounds: their clocks differ, but they must run equally often.
         if not wanted and not several_processes() and self._another_round(kinds):
@@ -67,7 +67,7 @@ class StageTimes:
         return {self._turn(kind, kinds) for kind in wanted}
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
-        """Whether the next run of a `kind` must time all storage modes, not only that which stores everything."""
+        """Whether the next run of a `kind` must time all storage modes, or else only that which stores everything."""
         return several_processes() or not self._runs.get(kind) or not self._missing(kind)
 
     def again_wanted(self, kind: Hashable) -> bool:
@@ -87,7 +87,7 @@ class StageTimes:
     def _another_round(self, kinds: Sequence[Hashable]) -> bool:
         distinct = {*kinds}
         rounds = min(len(self._runs[kind]) for kind in distinct)
-        # The first FEWEST_ROUNDS time modes and nodes only once each, so their error is unknown.
+        # After FEWEST_ROUNDS, each mode and the node were timed only once, so their error is unknown.
         known = rounds > FEWEST_ROUNDS and self.spread(kinds) <= self._known * sqrt(rounds)
         if known or rounds >= MOST_ROUNDS:
             return False

@@ -1,10 +1,10 @@
 """Measure the stages of a chain one by one, in several passes.
 
-At most one stage holds an autograd graph at a time, so measuring needs less memory than the plan with the lowest peak.
+At most one stage holds an autograd graph at a time, as in the plan of lowest peak, and no checkpoint is held.
 Each pass starts at the first stage:
 
  1. Discovery passes find effects of recording a graph, and are repeated until the layouts of gradients are known.
- 2. One pass measures the bytes of each stage signature, and times it once.
+ 2. One pass measures the bytes of each stage signature, and times a stage of it once.
  3. Further passes time the stages (`rounds`).
 """
 
@@ -73,7 +73,7 @@ from rotor_solver.watching import Progress
 
 
 class CarriedTensors:
-    """Tracks carried tensors while a chain is measured: `now` maps their names to positions in the current input."""
+    """Tracks carried tensors while a chain is measured: `now` maps names to indices of tensors of the current input."""
 
     def __init__(self) -> None:
         self.now: Mapping[str, int] = {}
@@ -85,14 +85,14 @@ class CarriedTensors:
         return [tensors[position] for position in self.now.values()]
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
-        """Record the gradient bytes of carried tensors, given `sizes` for all tensors of the stage's input."""
-        # Take the maximum over stages: each may return the gradient in a storage of another size.
+        """Record gradient bytes of carried tensors; `sizes` has them for all tensors of the stage's input."""
+        # Take the maximum over stages, as each may return the gradient in a storage of another size.
         for name, position in self.now.items():
             known = self.found[name]
             self.found[name] = replace(known, gradient_bytes=max(sizes[position], known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
-        """Advance to the input `value` of `stage`, with carried tensors at `positions`. `owned` storages count 0."""
+        """Go on to `stage` with the input `value`, carried tensors at `positions`. `owned` storages take no bytes."""
         self.now = positions
         for name, tensor in zip(positions, self.tensors(value), strict=True):
             if name not in self.found:
@@ -107,9 +107,9 @@ class MeasuringOptions:
     `fresh_gradients`: gradients are freed between steps. `stepped`: parameters stepped in the backward. `keepers`:
     storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. The processes of `group` measure
     the same stages together. `as_node`: runs a stage as an autograd node. `cache`: use measurements of earlier
-    processes, and store new ones. `closely`: times need a small error, since a limit is read off the Pareto front.
+    processes, and store new ones. `closely`: times need a small error, since a limit is chosen from the Pareto front.
     `progress` is called with the number of finished stages, the number of stages, and the next stage's name.
-    `loss_temp_bytes`: scratch memory to assume if no `loss` is given. `outputs_held`: the caller holds all outputs,
+    `loss_temp_bytes`: scratch bytes to assume if no `loss` is given. `outputs_held`: the caller holds all outputs,
     even if the model returns a loss.
     """
 
@@ -129,9 +129,9 @@ class MeasuringOptions:
 
 
 class StageMeasurer:
-    """Measure the stages of a chain on the input `value`. Of identical stages, measure only the first.
+    """Measures the stages of a chain on the input `value`. Of equal stages, measures only the bytes of the first.
 
-    `silent`: indices of the chain's output tensors without gradient.
+    `silent`: indices of the chain's output tensors that get no gradient.
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class StageMeasurer:
         self._device = device
         self._options = options
         self.stepped = options.stepped
-        # Addresses of storages that do not count as a stage's. They stay alive, so that no address is used again.
+        # Addresses of the storages of `value`, which the caller holds: stages do not count them.
         self._owned = list(storages(tensors_in(value)))
-        # By signature: the context in which one such stage was measured, and its measured bytes.
+        # Maps signatures to the context in which one such stage was measured, and its measured bytes.
         self._known: dict[Hashable, tuple[StageContext, StageFindings]] = {}
         # Signatures with new measurements that are not in the cache yet.
         self._unkept: set[Hashable] = set()
-        # By signature: the bytes that each storage mode can offload.
+        # Maps signatures to the bytes that each storage mode can offload.
         self._offloadable: dict[Hashable, dict[str, int]] = {}
         self._times = StageTimes(closely=options.closely)
         self._cache = None
@@ -162,7 +162,7 @@ class StageMeasurer:
             words = tuple(keeper.name for keeper in options.keepers)
             self._cache = measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
-        # Of a view, count only its own bytes: it may be a microbatch, and the rest of its batch counts as fixed.
+        # Of a view, such as a microbatch, count only its own bytes: the rest of the batch counts as fixed.
         self._input_bytes = 0 if cut.input_owned else view_bytes(tensors_in(self._input))
         rng, keepers = options.preserve_rng_state, tuple(options.keepers)
         self._chain = WalkedChain(cut, self._input, device, silent, options.group, rng, keepers, layer_offers)
@@ -170,7 +170,7 @@ class StageMeasurer:
         self._forget_stages()
 
     def of(self, cut: Cut) -> StageMeasurer:
-        """Return a measurer of the same chain and input with the stages of `cut`, for example compiled ones."""
+        """Return a measurer for the same chain and input with the stages of `cut`, for example compiled ones."""
         other = copy(self)  # shares measurements by signature
         other._chain = replace(self._chain, cut=cut)
         other._survey = self._survey.of(other._chain)
@@ -182,14 +182,14 @@ class StageMeasurer:
         self._survey.walk(progress)
         self._survey.settle()
         self._measure(progress)
-        value = self._input  # run again for the output: held during the measurement, it might not fit into memory
+        value = self._input  # run again for the output, which might not have fitted into memory while measuring
         for number, (_, function) in enumerate(self._chain.cut.stages):
             with gathered(function, self._chain.cut.sharding):
                 value = self._chain.run(self._chain.runner(number), value)
         return value
 
     def settle_layouts(self, of_output: Layouts) -> None:
-        """Measure all stages again if any gets gradients in another layout, given `of_output`, the loss's layouts."""
+        """Measure all stages again if gradients have other layouts than assumed; `of_output` has those of the loss."""
         if self._survey.settle(of_output):
             self._measure()
 
@@ -201,7 +201,7 @@ class StageMeasurer:
                 progress(number, len(stages), name)
             value = self._measure_stage(number, value)
         remember_moved_elsewhere(function for _, function in stages)
-        # Count the chain's outputs without gradient, except carried tensors.
+        # Count the chain's outputs that get no gradient, except carried tensors.
         outputs = tensors_in(value)
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)
@@ -211,7 +211,7 @@ class StageMeasurer:
         self._time()
 
     def time_again(self) -> float:
-        """Time all stages once more; return the seconds of a step in this pass."""
+        """Time all stages once more; return the sum of their seconds in this pass, a step's."""
         self._time_stages({*range(len(self._chain.cut.stages))})
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
@@ -238,7 +238,7 @@ class StageMeasurer:
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
-            # A recomputation allocates again each tensor that the stage's forward has left in an attribute.
+            # A recomputation allocates each tensor again that the stage's forward has left in an attribute.
             snapshot_bytes=_snapshot_bytes(cut) + self._decided_bytes + sum(each.left_bytes for each in stages),
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
@@ -276,7 +276,7 @@ class StageMeasurer:
 
     def _wanted(self) -> set[int]:
         wanted = self._times.wanted(self._kinds)
-        # A stage may contain collectives, so if one process wants to time it, all processes run it.
+        # A stage may contain collectives, so if one process wants to time it, all processes time it.
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._options.group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
@@ -319,7 +319,7 @@ class StageMeasurer:
         apart = tuple(carried.values())
         arriving = self._survey.arriving[number]
         last = number == len(self._chain.cut.stages) - 1
-        # Besides the signature, the key has the input's bytes, which exclude carried and owned tensors, and effects.
+        # The key has the signature, effects, and bytes of the input, which leave out carried and owned tensors.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         alike = stage_signature(function, value), named_values(function)
@@ -331,12 +331,12 @@ class StageMeasurer:
             fresh = self._options.fresh_gradients or any(each is not None for each in stepped)
             context = StageContext(self._device, self.activation_bytes, owned, fresh, *places)
             memory = self._weigh(number, value, context, kind)
-            # Drop this stage's addresses: other stages of its signature are timed with the same context.
+            # Without this stage's addresses, the context serves to time other stages of its signature, too.
             self._known[kind] = replace(context, owned=()), memory
         self._kinds.append(kind)
         _, memory = self._known[kind]
         remember_moving(function, memory.moving)
-        if memory.undecided:  # do not watch for routing decisions: watching may take longer than the stage itself
+        if memory.undecided:  # do not watch for routing decisions, which may take longer than the stage itself
             remember_undecided(function)
         return memory
 
@@ -351,7 +351,7 @@ class StageMeasurer:
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
         offered = offered_everywhere(paying, self._options.group, self._device)
         with stopwatch(self._device) as watch:
-            # Do not time this run with an exact clock, which would count the meter's own work, too.
+            # An exact clock would count the memory meter's work, too, so do not time this run with one.
             ways = self._stored(number, offered)
             found, run = measure_ways(ways, value, context, None if watch.exact else watch)
         less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
@@ -380,7 +380,7 @@ class StageMeasurer:
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
-    # Bytes of gradients that each backward leaves. A shared parameter's gradient counts in the last stage that has it.
+    # Bytes of gradients that each backward leaves. A shared parameter's counts in its last stage, the first to make it.
     seen: set[int] = set()  # ids of parameters, since `==` of tensors is elementwise
     result = []  # from the last stage on, in backward order
     for _, function in reversed(cut.stages):
@@ -391,25 +391,25 @@ def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
 
 
 def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
-    # The engine adds a shared parameter's gradients in place, except the first two if the first is a view.
+    # Autograd adds a shared parameter's gradients in place, except the first two if the first is a view.
     views: dict[int, bool] = {}
     result = [0] * len(stages)
     for number, (_, function) in reversed([*enumerate(cut.stages)]):
         for i, parameter in enumerate(trained_parameters(function)):
             if views.get(id(parameter)):
-                result[number] = max(result[number], bytes_like([parameter]))  # parameters come one after the other
+                result[number] = max(result[number], bytes_like([parameter]))  # one parameter after the other
             views[id(parameter)] = id(parameter) not in views and i in stages[number].view_gradients
     return tuple(result) if any(result) else ()
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    # An upper bound. A buffer that a forward changes counts twice: one copy to restore, one to write into.
+    # An upper bound: a buffer that a forward changes counts twice, for a copy to restore and one to write into.
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)
 
 
 class MeasuredCut(NamedTuple):
-    """The stages of a model, for example compiled ones, and their measured costs."""
+    """The stages of a model, for example compiled ones, and their measured seconds and bytes."""
 
     cut: Cut
     measurement: Measurement
@@ -436,5 +436,5 @@ def measure(
 
 
 def unmeasured_loss(device: torch.device, temp_bytes: int) -> LossCost:
-    """Return the assumed cost of an unknown loss, which holds its value and the gradient that starts its backward."""
+    """Return the assumed cost of an unknown loss. It holds two scalars: its value, and the gradient of that."""
     return LossCost(0.0, temp_bytes, 2 * allocated(8, device.type))  # at most eight bytes each

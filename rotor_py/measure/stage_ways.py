@@ -1,4 +1,4 @@
-"""Choose the storage modes of stages that are measured, timed, and offered to the solver."""
+"""Choose which storage modes of stages are measured, which of these are timed, and which the solver may use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rotor_py.stage.runner import StageRunner, run_offloadable
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """Return the leading names that all processes share: shards differ in size, and so may the modes. Collective."""
+    """Return the leading names that are equal in all processes, whose shards, and so modes, may differ. Collective."""
     every = [names] if group is None else gather_objects(names, group, device)
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*every, strict=False))
     return tuple(name for name, *_ in shared)
@@ -30,8 +30,8 @@ def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, de
 def saving_ones(
     whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[tuple[str, StageBytes]]:
-    """Return the modes that save clearly less than their base, or than the fully stored stage, in any process. Drop the
-    base of a returned exact mode, which the exact mode replaces.
+    """Return the modes that, in any process, save clearly fewer bytes than the mode on which they build (`base_of`), or
+    else than the fully stored stage. A returned mode that keeps all bits of values replaces that on which it builds.
     """
     saved = {name: way.saved_bytes for name, way in ways}
     found, replaced = [], set()
@@ -46,7 +46,7 @@ def saving_ones(
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Drop modes that are no better in any respect, bytes or seconds, than the fully stored stage or another mode."""
+    """Drop each mode if another one, or storing everything, needs no more bytes of any sort, and no more seconds."""
     if several_processes():  # all processes must have the same modes, but measure different times
         return tuple(ways)
     needs = [_needs(whole), *(_needs(way.cost) for way in ways)]
@@ -54,7 +54,6 @@ def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
     def beaten(at: int) -> bool:
         return any(
             all(theirs <= mine for theirs, mine in zip(other, needs[at], strict=True))
-            # Of equal modes, keep the first.
             and (other != needs[at] or before < at)
             for before, other in enumerate(needs)
         )
@@ -82,7 +81,7 @@ def offloadable_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a stage with the input `value` can offload in each storage mode of `ways`.
 
-    `runners` has a runner for each mode. A mode that can offload in one process of `group` is returned in all.
+    `runners` has a runner for each mode. If a mode can offload in one process of `group`, all processes return it.
     """
     found = [(way, _offloadable_bytes(runner, value, device)) for way, runner in zip(ways, runners, strict=True)]
     return {way: size for way, size in found if anywhere(size > 0, group, device)}
@@ -101,10 +100,10 @@ def with_offloading(ways: Iterable[Way], nbytes: Mapping[str, int]) -> tuple[Way
     found = []
     for way in ways:
         if way.name in nbytes:
-            # Do not offload memory that is freed with the output. If the input is passed on, this subtracts too much.
+            # Leave out saved bytes that are freed with the output: offloading them would free nothing.
             moved = max(0, min(nbytes[way.name], way.cost.saved_bytes - way.cost.output_released_bytes))
             name = both(way.name, ELSEWHERE.name) if way.name else ELSEWHERE.name
-            # All processes must have the same modes, so with several, add the mode even if it moves nothing.
+            # All processes must have the same modes, so with several, add the mode even if it offloads nothing.
             if moved or several_processes():
                 found.append(Way(name, way.cost, moved))
     return tuple(found)
