@@ -1,4 +1,4 @@
-"""Run a model's forward under TorchDynamo, and the graphs that it captures with the functions of a plan."""
+"""Capture a model's forward with TorchDynamo, and run it with a function of the caller in place of each graph."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 
 class CapturedForward:
-    """Capture and run the forward of one model. `gathered`: FSDP has gathered its parameters, so capture it plainly."""
+    """Capture and run the forward of one model. `gathered`: FSDP has gathered its parameters, so it gets no marks."""
 
     def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
         self.model = model

@@ -226,7 +226,7 @@ def _run_context(context: fx.GraphModule, given: list[Any]) -> Any:
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """Raise UnsupportedModelError for a sharded module whose outputs need no gradient: these trigger gathers."""
+    """Raise UnsupportedModelError for a sharded module whose outputs need no gradient: gradients trigger gathering."""
     attached: dict[Any, bool] = {}  # maps each module that began to whether a node since then requires a gradient
     for node in facts.body:
         if node.target is enter:

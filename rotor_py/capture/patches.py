@@ -47,7 +47,7 @@ class OtherAnswerError(Exception):
 
 @dataclass
 class Asking:
-    """The questions of one forward: the answers to assume for the first ones. For others, yes: the faster branch."""
+    """The questions of one forward: `answers` are assumed for the first, and yes, the faster branch, for the others."""
 
     answers: Answers
     # Answers assumed so far. Their number alone will not do: if TorchDynamo makes it symbolic, `str` breaks the graph.
@@ -121,7 +121,7 @@ def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphM
 
 
 def _is_about_the_batch(node: fx.Node) -> bool:
-    """Whether the condition depends on values of the graph's inputs. On sizes it may: processes have equal ones."""
+    """Whether the condition depends on values of the graph's inputs, which, unlike sizes, differ between processes."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()

@@ -53,7 +53,7 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-# Number of graphs captured of a model at most. TorchDynamo's default is 8. A guess: data has dozens of shapes.
+# Number of graphs of a model that are captured at most; then it runs uncaptured. A guess: data has dozens of shapes.
 MOST_GRAPHS = 64
 _IMAGE = 4  # least number of dimensions of a batch of images: batch size, channels, height and width
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")

@@ -182,7 +182,7 @@ _CAUTION = 0.75
 _TURNS = 4
 # Number of further times before a variant is rejected as slower: other programs may have disturbed it. A guess.
 _MORE_TURNS = 8
-# Share by which a rejected variant is slower. A guess: more than the noise, so that all runs of a program choose alike.
+# Least share by which a rejected variant is slower. A guess: above noise, so that all runs of a program choose alike.
 _CLEARLY_SLOWER = 0.02
 
 

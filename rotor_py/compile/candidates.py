@@ -21,7 +21,7 @@ from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Lo
 
 # Number of stages that a forward is cut into at most, roughly. A guess: more make solving slower for little gain.
 _MOST_STAGES = 64
-# Number of cuts from which on a small value that is live at them, such as a mask, is always kept.
+# A small value, such as a mask, is always kept if it is live at this number of cuts or more.
 _SPREAD = 4
 # Largest size of a small value, as a share of the bytes of all values. A guess: keeping larger ones costs memory.
 _SMALL = 0.01
@@ -43,7 +43,7 @@ class Stages:
 
     @cached_property
     def values(self) -> dict[fx.Node, None]:
-        """Nodes of the forward that allocate memory, in graph order; elements stand for the tuple that has them."""
+        """Nodes of the forward that allocate memory, in graph order; for a tuple, the nodes of its elements."""
         joint = self.joint
         tuples = {node.all_input_nodes[0] for node in joint.forward if node.target is operator.getitem}
         inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
@@ -57,7 +57,7 @@ class Stages:
 
     @cached_property
     def reads(self) -> dict[fx.Node, set[fx.Node]]:
-        """Maps each node of the forward to the values that it reads, directly or through views, tuples and sizes."""
+        """Maps each node of the forward to the values that it reads, directly or through other nodes, such as views."""
         found: dict[fx.Node, set[fx.Node]] = {}
         for node in self.joint.forward:
             found[node] = set()
@@ -154,19 +154,19 @@ class Stages:
 
     @cached_property
     def parts(self) -> list[Set[fx.Node]]:
-        """For each level of recomputation, the values that the whole graph keeps; at level 0, all that are read."""
+        """For each level of recomputation, the values that the graph keeps; at level 0, all that the backward reads."""
         return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_by_level))]
 
     @cached_property
     def _cuts_by_level(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
-        """For each level above 0: the values that may be recomputed, and those then kept. Most kept bytes first."""
+        """For each level above 0, values that it may recompute, and those it keeps. The first level keeps most."""
         inside = [value for values in self.inside for value in values]
         targets = self.read_backward - self.shared
         found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed()}
         return sorted(((again, kept) for kept, again in found.items()), key=lambda pair: -self.bytes_of(pair[1]))
 
     def _allowed(self) -> list[Set[fx.Node]]:
-        """Return several sets of values; at one level of recomputation, only the values of one set are recomputed."""
+        """Return sets of values. Each level of recomputation recomputes values of one set only."""
         joint = self.joint
         # Seconds and bytes of a tuple's element are those of the node that returns the tuple.
         sources = {each: each.all_input_nodes[0] if each.target is operator.getitem else each for each in self.values}
@@ -182,7 +182,7 @@ class Stages:
         found: list[Set[fx.Node]] = [{value for value, rate in rates.items() if rate <= limit} for limit in limits]
         kinds = partitioners.get_default_op_list()
         fused = {value for value in rates if not kinds.is_compute_intensive(sources[value])}
-        # Another set has all values but those that PyTorch's partitioner keeps.
+        # Further sets have all values but those that PyTorch's partitioner keeps for some budget.
         kept = ({joint.root.get(node) for node in saved} for saved in saved_by_torch(joint))
         return [*found, fused, *(set(rates) - each for each in kept)]
 
@@ -220,7 +220,7 @@ class Stages:
 
 
 def chains(stages: Stages) -> dict[bool, Chain]:
-    """Return two chains with approximate costs: in that of key True, each option also keeps its stage's output."""
+    """Return two chains with approximate costs. In that of key True, each option also keeps its stage's output."""
     joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
     outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
     backward, returned = _backward(stages), set(joint.gradients)
@@ -248,7 +248,7 @@ def chains(stages: Stages) -> dict[bool, Chain]:
 
 
 def _backward(stages: Stages) -> list[list[fx.Node]]:
-    """Return the backward's nodes by stage: the last stage whose values are read by the node or a node after it."""
+    """Return the backward's nodes by stage: each goes to the last stage of which it, or a later one, reads a value."""
     root, latest = stages.joint.root, 0
     found: list[list[fx.Node]] = [[] for _ in stages.members]
     for node in reversed(stages.joint.backward):
@@ -283,7 +283,7 @@ def _backward_temps(
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:
-    """Return the partition that keeps and recomputes what the memory-persistent `sequence` does, but late."""
+    """Return the partition that keeps what the memory-persistent `sequence` keeps, and recomputes when it is needed."""
     operations = list(sequence)
     loss = operations.index(Loss())
     kept = set(stages.shared)
@@ -328,12 +328,12 @@ def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], 
 # The candidates do not depend on the budget. So a smaller budget never leads to a partition of larger peak.
 
 
-# Number of units into which the solver divides memory. A guess: too few miss good candidates (no peak is wrong for it).
+# Number of units into which the solver divides memory. A guess: with too few, good candidates are missed.
 _SLOTS = 300
 _WORK = 300_000  # number of nodes in all simulated partitions together, roughly. A guess: this takes some seconds
 # Shares of the bytes saved by default, tried as budgets of PyTorch's partitioner. A guess: each takes about a second.
 _TORCH_BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
-# Inductor's code is slower by this factor for our partitions than for PyTorch's with the same predicted time. Measured
+# Inductor's code is slower by this factor for our partitions than for PyTorch's of the same predicted time. Measured
 # on a ConvNeXt, for three of our partitions and three of PyTorch's: 1.02 to 1.06.
 _SLOWDOWN = 1.04
 _FEWEST = 32  # least number of partitions taken from each source, even of large graphs. A guess: fewer miss good ones

@@ -73,7 +73,7 @@ class JointGraph:
 
     @cached_property
     def early(self) -> list[fx.Node]:
-        """Nodes of autograd's backward that can run in the forward, since they read no gradient, as a ReLU's mask."""
+        """Nodes of autograd's backward that can run in the forward, since they read no gradient: a ReLU's mask, say."""
         forward = set(self.forward)
         found, ready = [], {*self.primals, *forward}
         for node in self._before_gradients:

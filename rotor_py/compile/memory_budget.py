@@ -288,7 +288,7 @@ _plain_compile: Any = torch.compile
 
 
 def _compile(model: Any = None, **settings: Any) -> Any:
-    budget = _current.get()  # None in a thread that is in no block
+    budget = _current.get()  # None if this thread is in no `memory_budget` block
     if budget is not None and not settings.get("disable"):
         settings = budget.bound(settings)
     return _plain_compile(model, **settings)

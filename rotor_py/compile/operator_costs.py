@@ -35,7 +35,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # the channels-last
 
 
 def laid_out(node: fx.Node) -> int:
-    """Return how many leading arguments Inductor converts to channels-last: on the CPU, 2 or 3 of a convolution's."""
+    """Return how many leading arguments of a node Inductor converts to channels-last: 2 or 3 of a CPU convolution's."""
     value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return 0
@@ -66,9 +66,9 @@ def copied_bytes(node: fx.Node, last: int) -> int:
 
 _log = logging.getLogger("rotor_py")
 
-# Bytes per second that an operator that cannot be timed alone is assumed to read and write. A guess.
+# Bytes per second assumed for operators that cannot be timed. A guess: if wrong, values are kept that recompute faster.
 _BYTES_PER_SECOND = 1e10
-# Number of timed runs of an operator; the fastest counts, since disturbances only lengthen runs. A guess.
+# Number of timed runs of an operator; the fastest counts, as disturbances only slow runs. A guess: more take longer.
 _RUNS = 3
 
 
@@ -250,7 +250,7 @@ def reduces(node: fx.Node) -> bool:
 
 @cache
 def _seconds_per_byte(device: torch.device) -> float:
-    """Measure the seconds to write a byte into newly allocated memory and to read it, on average."""
+    """Measure the seconds that it takes, for each byte, to write newly allocated memory and to read it."""
     with unset_fake_temporarily(), disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
         source = torch.ones(_SAMPLE_BYTES // 4, device=device)
         return min(_timed(lambda: source.clone().sum(), device) for _ in range(_FUSED_RUNS)) / _SAMPLE_BYTES

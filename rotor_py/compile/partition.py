@@ -244,7 +244,7 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
 # after compilation, so the peak is then an estimate, and the caller measures the code.
 
 
-_Memory = dict[int, "_Block"]  # the memory of a value: a block for each storage
+_Memory = dict[int, "_Block"]  # maps each storage of a value to its block
 
 
 @dataclass(eq=False, slots=True)
@@ -255,7 +255,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Peak and saved bytes of a partition, its seconds (with those of keeping values), and those of recomputing."""
+    """Peak and saved bytes of a step of a partition, its seconds (of keeping values, too), and those of recomputing."""
 
     peak: int
     saved: int
@@ -274,7 +274,7 @@ class GraphCosts:
     joint: JointGraph
     operators: dict[fx.Node, Cost]
     estimated: bool = False  # whether to estimate peaks for fused code
-    loss: int = 0  # bytes in use between forward and backward, beyond the outputs and their gradients
+    loss: int = 0  # bytes that the loss holds between forward and backward, beyond the outputs and their gradients
 
     @classmethod
     def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:

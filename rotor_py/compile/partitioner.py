@@ -69,11 +69,11 @@ class BudgetPartitioner(_Partitioner):
     limit: int | str
     fused: bool = False  # whether Inductor fuses the operators of the graphs
     estimated: bool = False  # whether the predicted peak is an estimate for fused code, which the caller measures
-    loss: int = 0  # bytes in use between forward and backward, beyond the outputs and their gradients
+    loss: int = 0  # bytes that the loss holds between forward and backward, beyond the outputs and their gradients
     # By TorchDynamo's frame id: costs of the partition last chosen for it. Each graph break begins a new frame.
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
     reserve: int = 0  # bytes of the limit kept free for buffers that Inductor's code allocates beyond the prediction
-    # For the last graph, costs of the partition in use ("chosen") and of all candidates, by peak ("candidates").
+    # For the last graph, costs of the chosen partition ("chosen") and of all, in order of peaks ("candidates").
     _last: dict[str, list[Weight]] = field(default_factory=dict, compare=False, repr=False)
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:

@@ -1,4 +1,4 @@
-"""Compile stages with Inductor. Stages of one kind share the code."""
+"""Compile stages with Inductor. Equal stages share the code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Inductor's fused operators round differently from eager ones. A planned step promises the results, to the bit, of the
 # same step with everything stored, so the first forward, recomputations and backward of a stage must round alike:
 #
-#  1. A stage is compiled or not for a whole plan, as the plan's `Cut` says, not for single runs.
+#  1. In a plan, either all runs of a stage are compiled, or none: its `Cut` has the compiled stage or the plain one.
 #  2. The code of a stage has the forward and backward of AOTAutograd's partitioner; a run under `no_grad` is the same
 #     forward. Code that saves less (`partitioner.py`) may round differently: a value stored in bfloat16 is recomputed
 #     in a register in float32. Such code is a storage mode only if it computes the same outputs, buffers and gradients

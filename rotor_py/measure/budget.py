@@ -80,7 +80,7 @@ class Budget:
     link: Link | None = None
     """Bytes per second of offloading and of fetching; None if nothing may be offloaded."""
     link_name: str = ""
-    """Name of the offload tier."""
+    """Value of `offload`, which names the memory or folder that tensors are offloaded to."""
 
     @property
     def optimizer_peak_bytes(self) -> int:
@@ -123,7 +123,7 @@ class Budget:
         return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, _SLOWEST).moved
 
     def footprints(self, sequence: Sequence) -> list[Footprint]:
-        """Return the footprint of each forward in flight, including its bytes outside the chain."""
+        """Return the bytes and seconds of each forward in flight, with the bytes that it holds outside the chain."""
         return [self.footprint(each) for each in sequence.of_forwards(self.forwards)]
 
     def footprint(self, sequence: Sequence) -> Footprint:
@@ -193,7 +193,7 @@ class Budget:
         return min(self.rest_bytes, (forwards - 1) * self.view_bytes)
 
     def least_bytes(self) -> int:
-        """Return the least limit for which there is a plan."""
+        """Return the least limit, in bytes, for which there is a plan."""
         # Storing everything may need least memory: a plan that recomputes holds snapshots, maybe more than it saves.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, self.peak_bytes(self._least_sequence()))
@@ -308,7 +308,7 @@ def in_nodes(chain: Chain) -> Chain:
     """Return the chain for stages that run as custom autograd nodes, each with a graph separate from the caller's."""
     stages = []
     for stage in chain.stages:
-        # A stored stage may then hold as much in its backward as a recomputed one, or also its output: take the larger.
+        # As a node, a stored stage may also hold its output, which a recomputed stage skips: take the larger bytes.
         temp = [max(each.backward_temp, each.backward_temp_of_replay) for each in stage.options]
         options = tuple(replace(each, backward_temp=most) for each, most in zip(stage.options, temp, strict=True))
         stages.append(replace(stage, options=options))

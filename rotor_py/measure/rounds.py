@@ -13,13 +13,13 @@ from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate
 from rotor_profiling.timing import several_processes, spread
 
 FEWEST_ROUNDS = 2
-"""Number of rounds in which every stage is timed: one in all storage modes, the other as an autograd node."""
+"""Number of rounds in which every stage is timed: in one in all storage modes, in the other as an autograd node."""
 MOST_ROUNDS = 32
 WELL_KNOWN, CLOSELY = 0.02, 0.005
 """Relative error of a step's time at which rounds end. `CLOSELY` is for a limit chosen from the Pareto front: GPT-2's
 limit changes by 2 % if a plan's overhead is wrong by one percentage point of 20."""
 STEPS, STEPS_CLOSELY = 2.0, 24.0
-"""Upper bounds of the time of further rounds, in multiples of a step's time. Guesses: planning shall take ten steps."""
+"""Upper bounds of the time of further rounds, in multiples of a step's. Guesses: with 2, planning takes about ten."""
 LITTLE_SECONDS = 0.05
 """Seconds that further rounds may always take: short steps vary much, and users do not notice this wait."""
 TOO_FAR = 0.10

@@ -27,7 +27,7 @@ from rotor_py.stage.partial_storage import Around, PartialSaving
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.skipped_output import skip_output
 
-# Right before its backward, a stage need only allocate its output, if that is a product: its backward reads the inputs.
+# Recomputed right before its backward, a stage need not compute a product at its end, whose backward does not read it.
 
 # Products and sums can be skipped. What autograd saves would show further operators, but only after a run of the stage.
 _PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
@@ -205,7 +205,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return tuple(self.parts_by_way())
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
-        # With several processes, find saved values with fake tensors: a collective in a real run may wait for others.
+        # With several processes, find saved values with fake tensors: a real run may wait for other processes.
         if self._marked is not None or several_processes():
             return self.ways()
         live, shared = self._divide(value)
@@ -244,7 +244,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return self._signature, value_signature((live, [shared[position] for position in self.reads]))
 
     def parts_by_way(self, arguments: Sequence[Any] | None = None) -> dict[str, SavedPart]:
-        """Return what each partial storage mode keeps, most bytes first. The first call may run the stage on them."""
+        """Return what each partial storage mode keeps, most bytes first. This may run the stage on `arguments`."""
         if self._parts is None:
             if self._first._parts is None:
                 # Run on `arguments` only if all of these are plain tensors with memory.

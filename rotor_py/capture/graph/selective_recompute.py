@@ -190,7 +190,7 @@ def find_saved_parts(
 
 
 def _price_of_all(values: SavedValues, prices: Mapping[fx.Node, int]) -> int:
-    """Return the price of recomputing all saved values from the stage's inputs. Operators only for its output add 0."""
+    """Return the price of recomputing all saved values from the stage's inputs, and nothing only for its output."""
     pending, seen = list(values.saved), set[fx.Node]()
     while pending:
         node = pending.pop()
