@@ -148,7 +148,7 @@ class CapturedLayer(StageOffers):
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():
                 made = tensors_in(run(leaf))
-            # Use the outputs as their own gradients, which so differ between elements.
+            # Take the outputs as their own gradients: all-equal gradients could hide an error.
             trained = [tensor for tensor in made if tensor.requires_grad]
             torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
             state = RandomState.now((device,))

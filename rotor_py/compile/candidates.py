@@ -336,7 +336,7 @@ _TORCH_BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 # Inductor's code is slower by this factor for our partitions than for PyTorch's of the same predicted time. Measured
 # on a ConvNeXt, for three of our partitions and three of PyTorch's: 1.02 to 1.06.
 _SLOWDOWN = 1.04
-_FEWEST = 32  # least number of partitions taken from each source, even of large graphs. A guess: fewer miss good ones
+_FEWEST = 32  # number of partitions that each source may give even for large graphs. A guess: fewer miss good ones
 
 
 @dataclass(frozen=True, slots=True)

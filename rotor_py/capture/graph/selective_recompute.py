@@ -138,7 +138,7 @@ _WORTHWHILE = 0.1
 _FOR_A_BYTE = 1000
 # Number of partial storage modes of a stage at most. A guess: more take longer, since each is timed.
 _MOST = 5
-_DEEP = 4  # number of times that a line of the hull is divided at most: 15 minimum cuts for a stage
+_DEEP = 4  # depth of the recursion of `hull_between`: at most 15 minimum cuts for a stage
 _MODES = (torch_compat.enter_autocast, torch_compat.exit_autocast, torch_compat.set_grad_enabled)
 
 
