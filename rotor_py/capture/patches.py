@@ -50,7 +50,7 @@ class Asking:
     """The questions of one forward: `answers` are assumed for the first, and yes, the faster branch, for the others."""
 
     answers: Answers
-    # Answers assumed so far. A counter in their place might become symbolic, and then `str` of it would break the graph.
+    # Answers assumed so far. A counter in their place might become symbolic, and its `str` would break the graph.
     assumed: Answers = ()
     open: bool = True  # whether no graph has run yet, so that the forward can be called again
 
