@@ -1,4 +1,4 @@
-"""Results of the command as data, read by every reporter."""
+"""Results of the command as data, for text, HTML, JSON and trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rotor_py.validate.verification import Verification
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Observations of a script's first training step."""
+    """What a script's first training step has shown; `trained` is a number of elements, `others` are class names."""
 
     script: str
     arguments: tuple[str, ...]
@@ -39,23 +39,23 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Facts(Report):
-    """A report with a limit and the command's own facts: options, real steps, other strategies."""
+    """A report with what only the command adds: Python arguments, real steps, other strategies, the script's step."""
 
     mem_limit: int
-    # Arguments of `Checkpointable`, other than the limit, that reproduce the plan, as Python
+    # Arguments of `Checkpointable` besides the limit that give this plan, as Python
     arguments: tuple[str, ...] = ()
     verified: Verification | None = None
     compared: tuple[ComparedStrategy, ...] = ()
-    # Whether there was a limit to plan for. If False, `sequence` stores everything, and `mem_limit` is its peak.
+    # Whether a plan for a limit was asked for. If False, `sequence` stores everything, and `mem_limit` is its peak.
     limited: bool = True
-    taken: Taken | None = None  # Observations of a script; None for a model file
+    taken: Taken | None = None  # the script's first training step; None for a model file
 
     def remarks(self) -> tuple[str, ...]:
         taken = () if self.taken is None else self.taken.sentences()
         return (*taken, *Report.remarks(self))  # not `super()`, which fails in a dataclass with slots
 
     def problem(self) -> str | None:
-        """Describe the first problem that real steps showed; None if they showed none."""
+        """Say which real step, if any, exceeds the limit or differs from plain training, and by how much."""
         for begin, found in (("", self.verified), *((f"{row.strategy}: ", row.verified) for row in self.compared)):
             if found is not None and (problem := found.problem(self.mem_limit)) is not None:
                 return begin + problem

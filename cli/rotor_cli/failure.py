@@ -1,4 +1,4 @@
-"""The command's exit codes, and errors that it reports in one sentence."""
+"""The command's exit codes, and the errors that it reports in a sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN = ("rotor_cli", "rotor_py", "rotor_profiling", "rotor_solver", "importlib",
 
 
 class Failure(click.ClickException):
-    """An exit code and a message on stderr, without traceback. Its fields are those of the solver's errors."""
+    """Error that prints its message to stderr, without traceback, and exits. Has the fields of the solver's errors."""
 
     def __init__(
         self, message: str, exit_code: int, *, kind: str, name: str | None = None, **numbers: int | float | str
@@ -29,7 +29,7 @@ class Failure(click.ClickException):
 
 
 def usage(kind: str, name: str, message: str, **numbers: int | float | str) -> Failure:
-    """Make the failure for wrong usage or an unusable model file."""
+    """Return the failure for wrong usage or an unusable model file."""
     return Failure(message, USAGE, kind=kind, name=name, **numbers)
 
 
@@ -43,7 +43,7 @@ def kind_of(error: BaseException) -> str:
 
 @contextmanager
 def about_option(name: str) -> Iterator[None]:
-    """Turn a ValueError or OSError into the failure of the option `name`."""
+    """Turn a ValueError or OSError into a failure whose message begins with the option `name`."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -52,8 +52,8 @@ def about_option(name: str) -> Iterator[None]:
 
 @contextmanager
 def user_code(file: str) -> Iterator[None]:
-    """Turn errors into failures: errors of user code with a traceback from `file` on, our own without traceback."""
-    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # these import torch, which --help must not
+    """Turn errors into failures: of the user's code with the traceback from `file` on, of planning without."""
+    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # imports torch, which --help must not
     from rotor_py import InfeasibleError, UnsupportedModelError
 
     try:
@@ -71,7 +71,7 @@ def user_code(file: str) -> Iterator[None]:
 def raised_by(
     code: str, error: BaseException, file: str, kind: str = "model_raised", *, chain: bool = False
 ) -> Failure:
-    """Make the failure for an error of user code: its traceback from `file` on, without frames of our packages."""
+    """Return the failure for an error of the user's code: its traceback from `file` on, without our lines."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
     while each is not None:

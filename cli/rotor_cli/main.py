@@ -1,4 +1,4 @@
-"""Options and exit codes of the command line. `--help` and wrong options load neither torch nor numba."""
+"""The command `rotor-plan`: its options and exit codes. `--help` and wrong options import neither torch nor numba."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 4 the model itself raised; 5 --verify found a difference; 130 interrupted.
 """
 
-# Common synonyms of the options
+# Names that users try, by the option that they mean: an error for one of them suggests the option
 _OPTION_ALIASES = {
     "--mem-limit": ("budget", "memory", "mem", "limit", "memory-limit", "memory-budget", "mem-budget", "max-memory"),
     "--batch": ("batch-size", "bs"),
@@ -43,15 +43,15 @@ _OPTION_ALIASES = {
     "--save": ("output", "out", "plan"),
     "--device": ("gpu", "cuda"),
 }
-# Modes of torch.compile, listed here because wrong use is reported before torch is loaded
+# Modes of torch.compile, listed here since wrong use is reported before torch is imported
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 class CommandWithAliases(click.Command):
-    """Suggests options by meaning; click compares letters and would suggest --quiet for --budget."""
+    """Suggests --mem-limit for --budget, and the like: click, which compares letters, would suggest --quiet."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but keep arguments after `--` for a script, and refuse a mode for --compile."""
+        """Parse as click does, but keep arguments after `--` for a script, and refuse `--compile MODE`."""
         script: tuple[str, ...] | None = None
         if "--" in args:
             args, script = args[: args.index("--")], tuple(args[args.index("--") + 1 :])
@@ -77,7 +77,7 @@ class CommandWithAliases(click.Command):
 
 
 def _calibrate(context: click.Context, option: click.Parameter, device: str | None) -> None:
-    """Eager like --version: print and exit, without a model."""
+    """Measure a device and exit when the option is parsed, as --version does: no MODEL is needed."""
     if device is None or context.resilient_parsing:
         return
     from rotor_cli.target_device import print_calibration

@@ -26,8 +26,8 @@ from rotor_profiling import tensors_in
 from rotor_profiling.value_tree import tree_map_only
 from rotor_py.plan.step_spec import arguments_of
 
-DEFAULT_BATCH = 8  # Batch for a sample function without a default. A guess; larger may not fit.
-_LENGTH = 128  # Sequence length of a sample text. A guess: the user sets --input for another.
+DEFAULT_BATCH = 8  # batch size for a function `sample` whose parameter has no default. A guess; more may not fit.
+_LENGTH = 128  # number of tokens in a sample text for transformers. A guess: --input gives another.
 
 _VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -39,7 +39,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Contents of a model file. `sample` and the samples that `sample_of` makes of a batch size are on its device."""
+    """Contents of a model file, on the device to plan for. `sample_of` makes a sample of a given batch size there."""
 
     file: str
     name: str
@@ -51,7 +51,7 @@ class ModelFile:
 
 
 def load(request: Request, target: Target) -> ModelFile:
-    """Read `file.py`, `file.py:name` or `package.module:name`, and move model and sample to `target`."""
+    """Import MODEL, and move model and samples to `target`. Raises Failure if they are missing or unusable."""
     batch = request.batch_size
     location, name = split_target(request.model)
     dtype = None if request.dtype is None else dtype_called(request.dtype, "--dtype")
@@ -136,7 +136,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
     path = Path(location)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    # Classes are looked up by module name, and the file may import its neighbours. A torch.py must not replace torch.
+    # Pickling looks classes up by module name. `setdefault`: a file called torch.py must not replace torch.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     with user_code(str(path)):
@@ -153,10 +153,10 @@ def _made_by(sample: Any, batch: int | None) -> Any:
 
 
 def with_batch(sample: Any, batch: int) -> Any:
-    """Repeat or cut the rows of a sample to `batch` rows. Needs at least one row."""
+    """Return a sample with `batch` rows: those of `sample`, repeated or cut."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        # Leave scalars, which have no rows, and empty tensors, which cannot be repeated.
+        # Scalars have no rows, and the rows of empty tensors cannot be repeated.
         if tensor.dim() == 0 or len(tensor) in (0, batch):
             return tensor
         return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)
@@ -165,7 +165,7 @@ def with_batch(sample: Any, batch: int) -> Any:
 
 
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
-    """Return `given` if it is a function of the batch size, else one that scales the first dimension of `made`."""
+    """Return `given` if it is a function of the batch size, else a function that repeats or cuts the rows of `made`."""
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
         return given  # type: ignore[no-any-return] # of the model file
 
@@ -182,7 +182,7 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
 
 
 def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Make the keyword arguments of a training step: `given` or a default as the main input, and labels."""
+    """Return keyword arguments for a model of transformers: its main input, `given` or random, and any labels."""
     accepted = inspect.signature(model.forward).parameters
     name = model.main_input_name
     if given is None:
@@ -194,14 +194,14 @@ def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tenso
     if name == "input_ids" and (vocabulary := getattr(model.config, "vocab_size", None)):
         sample[name] = torch.randint(int(vocabulary), tuple(given.shape))
     if "labels" in accepted:
-        # The labels of a language model are the text itself, those of a classifier one number per sample.
+        # The labels of a language model are the text itself, those of a classifier one class per sample.
         words = name == "input_ids" and "Classification" not in type(model).__name__
         sample["labels"] = sample[name].clone() if words else torch.zeros(len(given), dtype=torch.int64)
     return sample
 
 
 def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
-    """Make random tensors of a shape such as `32,3,224,224`, or integer zeros, as for `8,128:int64`."""
+    """Return a function that makes a random tensor, as for `32,3,224,224`, or one of zeros, as for `8,128:int64`."""
     sizes, _, kind = shape.partition(":")
     dtype = getattr(torch, kind or "float32", None)
     try:
@@ -215,7 +215,7 @@ def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
 
 
 def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """Return a factory for a `torch.optim` optimizer by lowercase name and variant, such as `adamw-fused`."""
+    """Return a function of the parameters that makes the optimizer of torch called `text`, such as `adamw-fused`."""
     known: dict[str, Any] = {
         name.lower(): each
         for name, each in vars(torch.optim).items()
@@ -236,7 +236,7 @@ def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.opti
 
 
 def configuration(text: str | None) -> dict[str, Any]:
-    """Read settings from JSON text or a JSON file. Raises Failure if `text` is neither."""
+    """Return the settings in `text`, JSON or the name of a JSON file. Raises Failure if it is neither."""
     example, wrong = "'{\"n_layer\": 8}'", partial(usage, "bad_value", "--config")
     if text is None:
         return {}

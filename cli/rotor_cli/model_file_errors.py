@@ -1,4 +1,4 @@
-"""Check MODEL and the text of its file before any import: a script might train, and importing torch takes seconds."""
+"""Check MODEL and the text of its file, without an import: a script would train, and importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def optimizer(parameters):             # optional
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
 REQUIRED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
-_DYNAMIC = {"exec", "globals", "setattr", "vars"}  # Functions that may define names not written in the file
+_DYNAMIC = {"exec", "globals", "setattr", "vars"}  # functions that may define names that the file's text does not show
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Split MODEL into a file or module, and a name. Raises Failure if it names neither file nor module."""
+    """Split MODEL into a file or module, and a name ("model" by default). Raises Failure for any other text."""
     location, colon, name = (target, ":", "model") if target.endswith(".py") else target.rpartition(":")
     if not colon:
         kind, found = (
@@ -49,7 +49,7 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def refuse_missing_module(location: str) -> None:
-    """Raise Failure for a module whose package is missing. Imports nothing, not even the package."""
+    """Raise Failure if there is no package for the module `location`. Imports nothing."""
     package = location.partition(".")[0]
     sys.path.insert(0, "")  # search the current folder too, as `python -m` does
     try:
@@ -70,7 +70,7 @@ def required_model(name: str) -> str:
 
 
 def unusable(file: str, names: Iterable[str], required: str) -> Failure:
-    """The failure for a file that defines `names` but not `required`, with a working example."""
+    """Return the failure for a file that defines `names` but not `required`; its message has a file that works."""
     return usage("not_defined", required, f"{defines_not(file, names, required)}. A file that works:\n\n{EXAMPLE}")
 
 
@@ -80,19 +80,19 @@ def defines_not(file: str, names: Iterable[str], required: str) -> str:
 
 
 def refuse_file_without(name: str, file: str) -> None:
-    """Raise Failure if the file's text defines no model of this name."""
+    """Raise Failure if the text of `file` shows that importing it does not define `name`."""
     if (defined := defined_names(file)) is not None and name not in defined:
         raise unusable(file, defined, required_model(name))
 
 
 def defines(path: str, names: Iterable[str]) -> bool:
-    """Whether importing the file defines all of these names; True if this cannot be told from its text."""
+    """Whether importing the file `path` defines all of `names`; True if its text does not show it."""
     found = defined_names(path)
     return found is None or set(found).issuperset(names)
 
 
 def defined_names(path: str) -> tuple[str, ...] | None:
-    """Names that importing the file may define, in order; None if they cannot be told from its text."""
+    """Return the names that importing the file may define, in order; None if its text does not show them."""
     try:
         tree = ast.parse(Path(path).read_bytes())
         dynamic = _is_dynamic(tree)
@@ -105,7 +105,7 @@ def defined_names(path: str) -> tuple[str, ...] | None:
 
 
 class _Imported(ast.NodeTransformer):
-    """Drops code that an import skips, under `if __name__ == "__main__"`."""
+    """Replaces code under `if __name__ == "__main__"`, which an import does not run, by `pass`."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if _is_main_guard(node.test):
@@ -114,7 +114,7 @@ class _Imported(ast.NodeTransformer):
 
 
 def _is_main_guard(test: ast.expr) -> bool:
-    """Whether the test includes `__name__ == "__main__"`, which is false on import."""
+    """Whether `test` requires `__name__ == "__main__"`, so that it is false on import."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(_is_main_guard, values))

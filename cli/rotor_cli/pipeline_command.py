@@ -1,4 +1,4 @@
-"""`--pipeline`: load the model, measure a microbatch, cut, compare with equal cuts, and report."""
+"""`--pipeline`: measure a microbatch, find the cuts of the model and a plan for each rank, compare with equal cuts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class PipelineFacts:
     title: str
     device: str
     plan: PipelinePlan
-    best_equal: EqualCuts | None  # The fastest policy on equal cuts that fits
+    best_equal: EqualCuts | None  # equal cuts with the fastest policy that fits, if any: the same on all ranks
     names: tuple[str, ...]
-    stored_seconds: float  # Time of a microbatch through all stages with everything stored
+    stored_seconds: float  # of forward and backward of a microbatch through all stages, with everything stored
 
     @property
     def ratio(self) -> float | None:
@@ -121,7 +121,7 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         )
     except InfeasibleError as error:
         least, limit = error.min_bytes, error.mem_limit
-        # "At least" would be wrong: another division of a rank's limit among its parts might need less.
+        # Not "at least": another division of a rank's limit among its parts might need less.
         why = ", since its parts divide the limit" if request.schedule == "interleaved" else " at least"
         message = (
             f"wherever the model is cut for {ranks} ranks, a rank with {exact_bytes(limit)} needs {exact_bytes(least)}"
@@ -186,7 +186,7 @@ def _parts(facts: PipelineFacts) -> Table:
 
 
 def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
-    """Return the JSON output, with units in its keys. Sequences number the stages of a part from 0."""
+    """Return the data of `--json`. In the sequence of a part, its first stage has the number 0."""
     plan, best = facts.plan, facts.best_equal
     return {
         "schema": SCHEMA,

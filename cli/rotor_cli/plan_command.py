@@ -1,4 +1,4 @@
-"""Turn a request into facts: load the model or run its script, measure, plan, compare, and verify by real steps."""
+"""Make a `Facts` for a `Request`: load the model or run its script, measure, plan, compare, verify by real steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from rotor_solver import store_all, watched
 def plan(request: Request) -> Facts:
     with activities(quiet=request.quiet) as shown:
         target = target_of(request)
-        # Parse the limit before loading the model, which may take long, so that typos are reported at once.
+        # Parse the limit before the model is loaded, which may take long: a typo is reported at once.
         limit, chosen = None, None
         if request.limited and request.overhead is None:
             with target.measuring():
@@ -68,7 +68,7 @@ def plan(request: Request) -> Facts:
                     refuse_optimizer(found.optimizer)
             with target.measuring():
                 refuse_offload(request)
-                # Enter `measuring` again inside `user_code`, so that its errors explain unsupported operations.
+                # Inside `user_code` once more: `measuring` explains errors of operators that read values.
                 with user_code(found.file), target.measuring():
                     if request.batch_aim is None:
                         network = _measured_network(found, limit, request, shown, target)
@@ -91,7 +91,7 @@ def facts_of(
     chosen: BatchChoice | None = None,
     taken: Taken | None = None,
 ) -> Facts:
-    """Compute all requested facts about `network`, measured on the sample of `found`."""
+    """Return what `request` asks for about `network`, which is measured on the sample of `found`."""
     facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
     simulated = target.simulated
     if simulated is not None:
@@ -137,7 +137,7 @@ def _step(network: Checkpointable, found: ModelFile, request: Request, target: T
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
-    """Return the facts before planning: everything stored, without a limit."""
+    """Return the facts for storing everything, as a beginning for the plan's; the limit is the peak."""
     assert network.budget is not None
     assert network.inspection_values is not None
     stored = store_all(network.budget.chain)
@@ -175,10 +175,10 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         sequence = network.compute_sequence()
     except InfeasibleError as error:
         if not request.quiet:
-            # Show stage costs, which tell where to cut, on stderr: a program expects only a plan on stdout.
+            # The costs of stages show which layer to split. On stderr: from stdout, a program may read a plan.
             console(stderr=True).print(stage_table(facts, costs_alone=True), "", sep="\n")
         raise failed(error, INFEASIBLE) from error
-    # The limit decides which stages are compiled, and so the costs.
+    # Planning for a limit chooses the stages to compile, whose costs replace the others'.
     assert network.budget is not None
     assert network.inspection_values is not None
     found = replace(facts, budget=network.budget, measurement=network.inspection_values)
@@ -187,7 +187,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
 
 
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: Target) -> Facts:
-    """Add the allocator's reservation; without a user limit, lower the limit to fit it."""
+    """Predict the allocator's reserved bytes; if the user gives no limit, lower it until they fit the device."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
     assert target.simulated is not None
     reserved = target.simulated.reserve(_step(network, found, request, target), keep_limit=keep_limit)
@@ -198,7 +198,7 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
 
 
 def solver_options(request: Request) -> dict[str, Any]:
-    """Return the options that are passed to `Checkpointable` unchanged."""
+    """Return those arguments of `Checkpointable` that are options of the command."""
     return {
         "mem_slots": request.slots,
         "forwards_in_flight": request.forwards_in_flight,
@@ -212,11 +212,11 @@ def solver_options(request: Request) -> dict[str, Any]:
 def _measured_network(
     found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target
 ) -> Checkpointable:
-    """Measure on the sample. Raises InfeasibleError before measuring if the step certainly exceeds `limit` bytes."""
+    """Measure the model. Raises InfeasibleError, without measuring, if a step certainly needs more than the limit."""
     network = Checkpointable(
         found.model,
         mem_limit=limit,
-        loss=found.loss or default_loss,  # `verify` uses it too, so that prediction and measurement agree
+        loss=found.loss or default_loss,  # as in `verify`, so that predicted and measured steps have the same loss
         optimizer=found.optimizer,
         fresh_grads=request.fresh_grads,
         progress=shown.doing("measuring"),
@@ -264,18 +264,18 @@ def _choose(found: ModelFile, limit: int | None, request: Request, shown: Activi
 
 
 class _Ended(BaseException):
-    """Ends the script once its first training step is known. An `except Exception` in the script does not catch it."""
+    """Ends the script before its first optimizer step. No Exception, so that `except Exception` in it lets it pass."""
 
 
 @dataclass(slots=True)
 class _Known:
     step: FirstStep | None = None
     facts: Facts | None = None
-    failure: Failure | None = None  # Reason that the step cannot be planned
+    failure: Failure | None = None  # error to report when the script has ended: the step cannot be planned
 
 
 def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
-    """Run the script up to its optimizer's first step, and deliver the plan; with `--run`, train on by the plan."""
+    """Run the script up to its optimizer's first step, plan, and call `deliver`; with `--run`, let the script go on."""
     known = _Known()
 
     def plan(step: FirstStep) -> Facts:
@@ -302,7 +302,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     def stepping(step: FirstStep) -> None:
         known.step = step
         if not request.run:
-            # Free the script's objects first, so that a verified step has the memory to itself.
+            # Plan after the script has freed its objects, so that real steps (`--verify`) have all the memory.
             raise _Ended
         try:
             known.facts = plan(step)
@@ -320,7 +320,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     )
     with main_module(request.model, request.script_arguments or ()) as module:
         try:
-            # Without --run, stdout is for the answer, and the script's output goes to stderr.
+            # Without --run, stdout is for the report, and what the script prints goes to stderr.
             printing = nullcontext() if request.run else redirect_stdout(sys.stderr)
             with printing, _ending(request, module, known), first.watched():
                 run_script(module)
@@ -330,14 +330,14 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
             raise known.failure
         if known.facts is None:
             assert known.step is not None
-            known.step.network.model.to(known.step.network.device)  # some trainers move the model away at their end
+            known.step.network.model.to(known.step.network.device)  # some trainers end by moving the model to the CPU
             known.facts = plan(known.step)
     return known.facts
 
 
 @contextmanager
 def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[None]:
-    """Turn each ending of the script into an ending of this command."""
+    """Turn what ends the script, such as an error or `sys.exit()`, into a `Failure` of this command."""
     name = Path(request.model).name
     try:
         yield
@@ -345,7 +345,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
         raise
     except BaseException as error:
         if known.step is not None and known.facts is None:
-            return  # `stepping` ended the script on purpose; the script may have raised another error from that
+            return  # `stepping` has ended the script by `_Ended`, which the script may have turned into another error
         match error:
             case NoTrainingStepError() if request.explicit_script:
                 raise usage("no_training_step", name, f"{name} took no training step: {error}") from error
@@ -370,7 +370,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
 
 @contextmanager
 def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
-    """Install the script's `__main__` module, which child processes find, `sys.argv` and `sys.path`."""
+    """Within the context, `__main__`, `sys.argv` and `sys.path` are the script's, as with `python FILE`."""
     file = str(Path(path).resolve())
     module = ModuleType("__main__")
     module.__dict__.update(__file__=file, __loader__=SourceFileLoader("__main__", file), __builtins__=__builtins__)
@@ -386,6 +386,6 @@ def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 def run_script(module: ModuleType) -> None:
-    # Do not use runpy, which clears the module at the script's end.
+    # Not by runpy, which clears the module at the script's end: objects of the model may still need it.
     file = str(module.__file__)
     exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)

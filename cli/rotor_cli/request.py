@@ -1,4 +1,4 @@
-"""The parsed options of the command, and checks that refuse impossible combinations."""
+"""The parsed options of the command, and checks that refuse what cannot be done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 from rotor_cli.failure import about_option, usage
 from rotor_cli.model_file_errors import defines, refuse_file_without, refuse_missing_module, split_target
 
-HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")  # Devices of this machine
+HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")  # names of devices of this machine
 
 
 def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
@@ -75,21 +75,21 @@ class Request:
 
     @property
     def as_script(self) -> bool:
-        """Whether the file is a training script: marked as one, or without the definitions of a model file."""
+        """Whether the file is a training script: by `--` or --run, or since it does not define `model` and `sample`."""
         return self.explicit_script or (
             self.model.endswith(".py") and not self.of_model_files and not defines(self.model, ("model", "sample"))
         )
 
     @property
     def of_model_files(self) -> list[str]:
-        """The given options that apply to model files only, since a script decides them itself."""
+        """Names of the given options that are for model files only: a script decides these things itself."""
         names = "device device_memory device_file dtype precision shard autocast optimizer batch input config pipeline"
         given = [name for name in (*names.split(), "step_in_backward") if getattr(self, name) not in (None, False)]
         return ["--" + name.replace("_", "-") for name in given]
 
     @property
     def overhead(self) -> float | None:
-        """0.1 for `10%`. Raises Failure if it is no share."""
+        """The share in --max-overhead: 0.1 for `10%`. Raises Failure if it is none."""
         if self.max_overhead is None:
             return None
         number, sign, rest = self.max_overhead.strip().partition("%")
@@ -116,7 +116,7 @@ class Request:
 
     @property
     def limited(self) -> bool:
-        """Whether to plan for a single limit; a sweep by itself covers all limits."""
+        """Whether to plan for one limit; only --sweep by itself asks for all limits."""
         others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
         given = (self.batch_aim, self.mem_limit, self.max_overhead)
         return not self.sweep or any(others) or any(each is not None for each in given)
@@ -130,20 +130,20 @@ class Request:
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
-# The command refuses impossible requests before it loads the model, so that a typo does not cost minutes. Rules import
-# rotor_py only for options that need it, since `--help` does not.
+# The command refuses wrong requests before it loads the model, which may take minutes. Rules import rotor_py only if an
+# option needs it, so that other errors are printed at once.
 
 
-_SOME_DEVICE = 10**12  # Bytes of a stand-in device: validates a share before the device is known
+_SOME_DEVICE = 10**12  # bytes, to check the text of a limit such as 80% before the device's memory is known
 _IMAGES = (".svg", ".png")
 _EXCLUDED, _NEEDS = "excluded_together", "needs_option"
 
-# For each rule: whether the request breaks it, and the kind, the option and the message of the failure
+# For each rule: a true value if the request breaks it, then the kind, the option and the message of the failure
 _Rules = Iterator[tuple[object, str, str, str]]
 
 
 def refuse_wrong_use(request: Request) -> None:
-    """Raise Failure for conflicting options, invalid texts, and missing or unwritable files. Loads nothing."""
+    """Raise Failure for conflicting options, invalid texts, and files that are missing or cannot be written."""
     location, name = split_target(request.model)
     for rules in (_script, _device, _values, _files, _pipeline, _batch, _step):
         for broken, kind, option, message in rules(request):

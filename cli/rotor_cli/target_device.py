@@ -1,4 +1,4 @@
-"""The device to plan for, on this machine or simulated, and its limit."""
+"""The device to plan for: one of this machine, or a simulated one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rotor_py.plan.step_spec import arguments_of
 from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
-# Device whose rates apply if only a memory size is given. A guess: the middle of the table; times are then off.
+# Device whose rates stand for those of one of which only the memory is known. A guess: the middle of the table.
 _DEFAULT_DEVICE = "a100-80"
 
 
@@ -35,8 +35,8 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 @dataclass(frozen=True, slots=True)
 class Target:
     device: torch.device
-    simulated: SimulatedDevices | None = None  # The simulated devices; None if measured on this machine
-    autocast: torch.dtype | None = None  # Autocast dtype around steps; None for no region
+    simulated: SimulatedDevices | None = None  # None for a device of this machine
+    autocast: torch.dtype | None = None  # dtype of autocast around forward and loss; None for no autocast
 
     def making(self) -> AbstractContextManager[object]:
         return nullcontext() if self.simulated is None else self.simulated.making()
@@ -45,7 +45,7 @@ class Target:
         return nullcontext() if self.simulated is None else self.simulated.measuring()
 
     def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
-        """Move the model to the device, with other tensors of the model file, such as targets of a loss."""
+        """Return the model on the device; if simulated, a fake copy, and replace the file's other tensors by such."""
         if self.simulated is None:
             return model.to(self.device)
         for name, value in list(vars(module).items()):
@@ -67,7 +67,7 @@ class Target:
 
 
 def dtype_called(name: str, option: str) -> torch.dtype:
-    """Return the floating-point dtype `name`, such as `bfloat16` or `bf16`. Raises Failure about `option` otherwise."""
+    """Return the floating-point dtype `name`, such as `bfloat16` or `bf16`; else raise Failure that names `option`."""
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise usage("bad_value", option, f"{option} {name!r}: write bfloat16, float16 or float32")
@@ -87,7 +87,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def target_of(request: Request) -> Target:
-    """Return the device to plan for: a measured one of this machine, or a simulated one of the table or a file."""
+    """Return the device that options name: of this machine, or a simulated one of the table or a file."""
     text, file = request.device, request.device_file
     if not request.simulated:
         return Target(device_of(text))
@@ -115,7 +115,7 @@ def limit_on(device: torch.device, text: str | None) -> int:
 
 
 def print_calibration(name: str | None) -> None:
-    """Measure the device `name` (CUDA by default if present), and print its file to stdout."""
+    """Measure the device `name` (by default CUDA, else the CPU), and print a file for --device-file to stdout."""
     if name is not None and not HERE.fullmatch(name):
         raise usage(
             "unknown_device", "--calibrate", f"--calibrate takes cpu, cuda or cuda:N, not {name!r}, and no MODEL"

@@ -1,4 +1,4 @@
-"""Write the requested files, JSON and trace events, and print the report."""
+"""Write the files that options ask for, and print the report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rotor_solver import Backward, Loss
 from rotor_solver.frontier import draw
 from rotor_solver.offload import timed_moments, transfers
 
-SCHEMA = 1  # Raised when a key is dropped or changes its meaning; new keys do not raise it
+SCHEMA = 1  # version of the JSON, to raise when a key is dropped or changes its meaning, not for a new key
 
 
 def write_outputs(facts: Facts, request: Request) -> None:
-    """Write trace, page, plot and JSON to their files, and print the report, or only JSON with `--json -`."""
+    """Write trace, HTML page, plot and JSON to their files, and print the report; with `--json -`, only the JSON."""
     if request.trace_file is not None:
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
@@ -56,7 +56,7 @@ def write_outputs(facts: Facts, request: Request) -> None:
 
 
 def json_report(facts: Facts) -> dict[str, Any]:
-    """Return the data of `--json`. Without a limit, they have neither "mem_limit" nor "plan"."""
+    """Return the data of `--json`. If there was no limit to plan for, "mem_limit" and "plan" are missing."""
     names = facts.measurement.names
     rounded = {names[stage]: word for stage, word in sorted(rounded_stages(facts.chain, facts.sequence).items())}
     data: dict[str, Any] = {
@@ -115,7 +115,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             peaks["reserved_expandable_bytes"] = reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
         data["prediction"] = facts.basis.as_data(peaks, seconds)
-        # Ranges get keys of their own, since the plan was solved with single numbers.
+        # Ranges have keys of their own: `step_seconds` stays a single number, that for which the plan was found.
         for key, value in (("plan", facts.step_seconds), ("store_all", facts.store_all_seconds)):
             data[key]["step_seconds_range"] = list(facts.basis.seconds(value))
     if not facts.limited:
@@ -124,7 +124,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
 
 
 def picked(found: object, names: str) -> dict[str, Any]:
-    """Return the fields of `found` named in `names`, which separates them by spaces, for JSON."""
+    """Return the fields of `found` by name; `names` separates them by spaces."""
     return {name: getattr(found, name) for name in names.split()}
 
 
@@ -140,7 +140,7 @@ def _stages(facts: Facts) -> list[dict[str, Any]]:
     rows = zip(measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True)
     for name, cost, ways, action in rows:
         costs = {way.name: picked(way.cost, "forward_seconds backward_seconds saved_bytes") for way in ways}
-        # Report "in part" if present, else a variant of it, which recomputes less or more.
+        # Costs of the option "in part", or of one such as "in part, packed" if the stage has only that.
         in_part = [costs[key] for key in sorted(costs, key=lambda key: key != "in part") if key.startswith("in part")]
         numbers = picked(cost, _STAGE_NUMBERS)
         found.append({"name": name, **numbers, "in_part": next(iter(in_part), None), "ways": costs, "action": action})
@@ -178,19 +178,19 @@ def _sweep(sweep: Sweep) -> dict[str, Any]:
 
 Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2
-# Thread ids other than process ids: a thread with its process's id would be called the main thread
+# Thread ids of the tracks, none of them a process id: a viewer calls a thread with its process's id the main thread
 FORWARD, AGAIN, BACKWARD = 11, 12, 13
 PLANNED, PLAIN = 14, 15
 OUT, BACK = 16, 17
 _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
 _COPIES = {OUT: "copies out", BACK: "copies back"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
-_SHARE = 0.03  # Width of the optimizer step as a share of the step: just enough to be seen
+_SHARE = 0.03  # width of the optimizer step, whose time is unknown, as a share of the step: enough to be seen
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 
 def trace(facts: Facts) -> dict[str, Any]:
-    """Return the step in the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes."""
+    """Return predicted and measured step in the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes."""
     copies = list(_copies(facts))
     tracks = {**_TRACKS, **_COPIES} if copies else _TRACKS
     events = [*_heads("predicted step", PREDICTED, tracks), *_predicted(facts), *copies]
@@ -280,5 +280,5 @@ def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
 
 
 def _microseconds(seconds: float) -> float:
-    """Round to eighths, whose sums are exact: Perfetto drops a slice that ends after the next one begins."""
+    """Convert to microseconds in eighths, whose float sums are exact: Perfetto drops slices that overlap the next."""
     return round(seconds * 8e6) / 8

@@ -2,13 +2,13 @@
 
 # Note [Choosing a batch]
 #
-#  1. Two small batches are measured stage by stage: 2 and 4, or smaller ones if 4 might not fit. Lines through measured
-#     bytes choose the next batch to measure, until two batches are known (`largest`): the largest that fits, and the
-#     largest that fits without recomputation. No trial step may run out of memory: other processes would hang.
-#  2. The search for the best batch interpolates costs between measured batches (`Curve`) and measures the batch that it
-#     finds. As this changes the interpolation, it searches again, a few times. The answer is always a measured batch.
-#  3. Real steps check the peak. If it exceeds the limit, only smaller batches remain candidates, and the search repeats
-#     with the known costs. In "best", the two batches of rule 1 take real steps, too, and the fastest batch wins.
+#  1. Two small batches are measured stage by stage: 2 and 4, or smaller ones if 4 might not fit. Lines through the
+#     measured bytes of a step choose the next batch to measure, until `largest` has found two: the largest batch that
+#     fits, and the largest that fits without recomputation. Steps, whose failure hangs other processes, are for rule 3.
+#  2. The search for the batch with the most samples a second interpolates costs between measured batches (`Curve`), and
+#     measures the batch that it finds, up to `_ROUNDS` times. The answer is always a measured batch.
+#  3. The found batch takes a real step. If its peak exceeds the limit, only smaller batches remain candidates, and
+#     rules 1 and 2 are repeated. For "best", the two batches of rule 1 take steps, too; the fastest per sample wins.
 #  4. Processes that train together decide from the same costs, the maximum over all of them (`agreed_costs`). So all
 #     of them measure the same batches and reach the same answer.
 
@@ -38,13 +38,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
-_MOST = 2**16  # default for the largest candidate batch
-# Replans with a lower limit, at most, while a simulated allocator reserves too much. A guess; too few may not fit.
+_MOST = 2**16  # default of `most`: the largest batch that may be chosen
+# Most times that a lower limit is tried if a simulated allocator reserves too much. A guess; too few may not fit.
 _LOWERED = 3
-# Most batches measured in the search for the best, which noisy times might prolong. A guess; too few miss the best.
+# Most batches measured in search of the best, which noisy times would prolong. A guess; with too few, it is missed.
 _ROUNDS = 4
-_TOLERANCE = 0.005  # Gains below this share of time are not worth a measurement: the solver's gap may be as large.
-# Bytes per stage that CUDA's rounding of tensors to 512 may add to a prediction. A guess; too few miss a larger batch.
+_TOLERANCE = 0.005  # least share of time that measuring another batch must promise: plans are no closer to the optimum
+# Bytes that CUDA's rounding to 512 may add to those predicted for a stage. A guess; too few miss a larger batch.
 _ROUNDED = 4 * 512
 
 
@@ -101,7 +101,7 @@ def choose_among(
     most: int = _MOST,
     keep_limit: bool = True,
 ) -> PlannedBatch:
-    """Choose a batch. Lowers the limit while a simulated allocator reserves too much, unless `keep_limit`."""
+    """As `largest_batch`. Unless `keep_limit`, lower the limit while a simulated allocator reserves too much memory."""
     candidates = _candidates(multiple, effective_batch, most, fresh_grads=batches.fresh_grads)
     found = _chosen(aim, batches, candidates, effective_batch)
     for _ in range(_LOWERED):
@@ -118,7 +118,7 @@ def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_
         among = among[1:]
     limit = batches.mem_limit
     curve: Curve | None = None
-    over: Largest | None = None  # a batch that was predicted to fit, but whose real step exceeded the limit
+    over: Largest | None = None  # smallest batch that was predicted to fit, but whose real step exceeded the limit
     while True:
         fits, stored = _largest(batches, among, limit, stored=False), _largest(batches, among, limit, stored=True)
         if fits is None:
@@ -176,12 +176,12 @@ def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_
 
 
 def _probe(batches: MeasuredBatches) -> bool:
-    """Measure two small batches. Return False if the model failed to train on one sample."""
+    """Measure two small batches, from which costs of others follow. Return whether a batch of one may be chosen."""
     # Do not start with one sample: BatchNorm may refuse it, and TorchDynamo compiles size 1 specially.
     first = batches.of(2)
     fixed, limit = first.budget.fixed.total, batches.mem_limit
     for second in (4, 3):
-        # An upper bound, since some bytes do not grow with the batch. Measuring a single stage needs less than a step.
+        # An upper bound: scales all bytes that are not fixed. Measuring one stage at a time needs less than a step.
         if fixed + (first.least_bytes - fixed) * second // 2 <= limit:
             batches.of(second)
             return True
@@ -192,7 +192,7 @@ def _probe(batches: MeasuredBatches) -> bool:
 
 
 def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, stored: bool) -> Largest | None:
-    """Find the largest batch that fits: with everything `stored`, or, if False, with any plan."""
+    """Find the largest of the batches `among` that fits: without recomputation if `stored`, else with any plan."""
 
     def needs(batch: int) -> int:
         costs = batches.of(batch)
@@ -204,13 +204,13 @@ def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, 
 
 
 def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[int, float]:
-    """Return the fastest measured batch `inside` the limit, and the share of throughput that another one promises."""
+    """Find the batch `inside` with most samples a second, and the share of them that an unmeasured one might gain."""
     for left in range(_ROUNDS, -1, -1):
-        curve.planned.clear()  # new measurements change interpolated costs
+        curve.planned.clear()  # times from costs that were interpolated without the last measured batch
         seen = curve.best(inside)
         best = min((batch for batch in batches.costs if batch in inside), key=curve.per_sample)
         gap = max(0.0, curve.per_sample(best) / curve.per_sample(seen) - 1)
-        # Measure another batch only if it promises more than the solver's gap.
+        # Smaller gains are within the error of plans.
         if gap <= _TOLERANCE or not left:
             return best, gap
         if not batches.trains_on(seen):
@@ -249,7 +249,7 @@ def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_
 
 
 def _for_one_aim(choose: Callable[Concatenate[Aim, P], R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Give a function the signature of `choose` without the parameter `aim`, for type checkers, `help` and editors."""
+    """Give a function the parameters of `choose` except the first, `aim`, for type checkers, `help` and editors."""
 
     def decorated(function: Callable[..., R]) -> Callable[P, R]:
         signature = inspect.signature(choose)
@@ -263,8 +263,8 @@ def _for_one_aim(choose: Callable[Concatenate[Aim, P], R]) -> Callable[[Callable
 def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """Find the largest batch for which a planned training step of `model` stays within `mem_limit`.
 
-    Measures batches stage by stage, so no step runs out of memory, and takes one real step at the end. Several
-    processes agree on the same batch. Restores parameters, gradients, optimizer state, buffers and the random state.
+    Measures batches stage by stage, which needs less memory than a step, and takes a real step of the one found.
+    Processes that train together find the same. Restores parameters, gradients, optimizer state, buffers, random state.
 
     Args:
         model: any model that `Checkpointable` takes.
@@ -272,24 +272,24 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
             positional or a dict of keyword arguments.
         mem_limit: limit of a whole step's peak: bytes, or a text such as "4GB", "512MiB", "80%". None is 90 % of the
             device memory available to this process.
-        loss: a function of the output, for any batch; None: the model's own loss, else the mean square of its output.
+        loss: a function of the model's output for any batch size; None: the output's `loss`, else its mean square.
         optimizer: the optimizer, whose state counts toward the limit, and whose step counts toward the time.
         fresh_grads: whether gradients are freed between steps.
-        multiple: only multiples of this number are candidates.
-        effective_batch: samples per optimizer step, accumulated over batches. Only its divisors are candidates. Not
-            with `fresh_grads`, which would free the accumulated gradients.
-        most: the largest candidate batch.
-        progress: called with (stages done, all stages, name of the next) while measuring.
+        multiple: only multiples of this number of samples may be chosen.
+        effective_batch: samples per optimizer step, accumulated over batches. Only its divisors may be chosen. Not with
+            `fresh_grads`, which would free the accumulated gradients.
+        most: the largest batch that may be chosen.
+        progress: called with (number of stages measured, number of all stages, name of the next) while measuring.
         device: a device to simulate, such as "h100", as for `estimate`. Nothing is measured and no step runs: all
             costs are predicted with a copy of the model on fake tensors.
         autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
-        options: other options of `Checkpointable`, except `compile`, `plan`, `custom_input`, `step_in_backward`, and
-            those that set checkpoints by hand.
+        options: others of `Checkpointable`, except `compile`, `plan`, `custom_input`, `step_in_backward`, `level`,
+            `every_n_layers` and `max_checkpoints`.
 
     Raises:
-        InfeasibleError: not even the smallest batch fits; `min_bytes` is its least limit.
+        InfeasibleError: not even the smallest batch fits; `min_bytes` is the least limit that it needs.
         ValueError: an invalid number or option.
-        UnsupportedModelError: the model cannot be planned, or its costs do not grow with the batch.
+        UnsupportedModelError: the model cannot be planned, or samples do not grow with the batch.
     """
     return choose_batch("max", *args, **kwargs)
 
@@ -298,7 +298,7 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
 def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """Find the batch with the highest throughput within `mem_limit`, recomputation and optimizer step included.
 
-    Arguments and errors are those of `largest_batch`. The result's `gap` is the share of throughput that an unmeasured
-    batch promises, by costs interpolated between measured batches.
+    Arguments and errors are those of `largest_batch`. The result's `gap` is the share by which an unmeasured batch
+    might have more samples a second, by costs interpolated between measured batches.
     """
     return choose_batch("best", *args, **kwargs)

@@ -27,14 +27,14 @@ from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
-# Options of `Checkpointable` that fix the plan, belong to a single batch, or change parameters in a measured backward.
+# Options of `Checkpointable` that fix the plan, hold for one batch only, or change parameters in a measured backward.
 _EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
-_SEVERAL = 3  # Steps whose least peak counts, where measured peaks may be too high. A guess; too few overestimate it.
-_TURNS = 3  # Timed steps for each batch. A guess; with too few, one slow step may decide.
+_SEVERAL = 3  # Number of steps whose least peak counts where measured peaks may be too high. A guess; fewer are higher.
+_TURNS = 3  # Number of timed steps of each batch. A guess; with fewer, one slow step may decide which batch wins.
 
 
 class MeasuredBatches:
-    """Costs of a training step of `model` by batch: the maximum over all processes that train it together.
+    """Costs of a training step of `model` by batch size: the maximum over all processes that train it together.
 
     `options` are those of `Checkpointable`. Raises ValueError for the options named in `_EXCLUDED`.
     """
@@ -65,7 +65,7 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """Measure the costs of a batch, once. Raises UnsupportedModelError if samples do not grow with the batch."""
+        """Measure a batch's costs, once each. Raises UnsupportedModelError if samples do not grow with the batch."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
@@ -99,12 +99,12 @@ class MeasuredBatches:
 
     @property
     def mem_limit(self) -> int:
-        """Smallest limit of all processes, in bytes. Needs a measured batch."""
+        """Smallest limit of all processes, in bytes. Call `of` before."""
         return -int(self.agreed(-limit_bytes(self.limit, self._any.device)))
 
     @property
     def optimizer_seconds(self) -> float:
-        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. Needs a measured batch."""
+        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. Call `of` before."""
         network, optimizer = self._any, self._optimizer
         if optimizer is None:
             return self.agreed(0.0)
@@ -130,19 +130,19 @@ class MeasuredBatches:
         return self.predicted or self._any.device.type == "cuda"
 
     def agreed(self, number: float) -> float:
-        """Return the maximum of `number` over all processes, collectively. Needs a measured batch."""
+        """Return the maximum of `number` over all processes, which call this together. Call `of` before."""
         group = self._group
         found: float = number if group is None else max(gather_objects(number, group, self._any.device))
         return found
 
     def step_peak(self, batch: int) -> int | None:
-        """Take a planned step and return its peak in bytes; None if the device has too little free memory now."""
+        """Return the measured peak of a planned step in bytes; None if the device has too little free memory for it."""
         network = self.network(batch)
         sequence = network.compute_sequence()
         assert network.budget is not None
         if self.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
             return None
-        # On the CPU, the profiler misses frees by other threads and may overestimate the peak: the least is closest.
+        # With several processes on the CPU, the profiler misses frees by other threads: the least peak is closest.
         peaks = []
         for _ in range(_SEVERAL if network.device.type == "cpu" and several_processes() else 1):
             with self._stepping(batch) as step, step.taken(network) as peak:
@@ -150,11 +150,11 @@ class MeasuredBatches:
         return int(self.agreed(min(peaks)))
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
-        """Return how many bytes of a plan within `mem_limit` a simulated device cannot reserve."""
+        """Return how many bytes more than a simulated device has its allocator would reserve; 0 if measured."""
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Return the least seconds of forward, loss and backward by batch. The batches take turns, for fairness."""
+        """Return the least seconds of forward, loss and backward by batch. Batches take turns: load hits all alike."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():
@@ -192,7 +192,7 @@ class MeasuredBatches:
             if progress is not None:
                 progress(done, total, f"{name}, batch {batch}")
 
-        # Pass the limit, so that an invalid one is refused before anything is measured.
+        # Pass the limit, since the constructor refuses an invalid one before anything is measured.
         return Checkpointable(
             self._model,
             mem_limit=self.limit,
@@ -208,7 +208,7 @@ class MeasuredBatches:
 
 
 class PredictedBatches(MeasuredBatches):
-    """Predicted costs of training steps on fake tensors, under autocast with the dtype `autocast` unless None."""
+    """Costs predicted for simulated `devices`, with forward and loss under autocast with this dtype unless None."""
 
     predicted: ClassVar[bool] = True
 
@@ -226,7 +226,7 @@ class PredictedBatches(MeasuredBatches):
 
     @property
     def optimizer_seconds(self) -> float:
-        """Seconds of the optimizer step. Needs a measured batch."""
+        """Predicted seconds of `optimizer.step()`; zero without an optimizer. Call `of` before."""
         optimizer, step = self._optimizer, self._step(self._any, next(iter(self.costs)))
         if optimizer is None:
             return 0.0

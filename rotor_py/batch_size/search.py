@@ -1,8 +1,8 @@
-"""Search for the largest and the fastest batch within a limit, with few measurements.
+"""Search for the largest batch within a limit, and that with the most samples a second, with few measurements.
 
-Bytes and seconds of a stage are affine in the batch: a constant part (weights, kernel launches) plus a part per sample.
-Costs are only piecewise affine, since a peak is a maximum of affine sums and libraries change kernels with the batch.
-So each cost is interpolated between the two nearest measured batches.
+Bytes and seconds of a stage are roughly a constant part (weights, kernel launches) plus a part per sample. But a step's
+peak is a maximum of sums over stages, and libraries change kernels with the batch, so a line is exact only between near
+batches: each cost is interpolated between the two nearest measured batches.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
 from rotor_solver.offload import Link
 
-# Largest ratio of two successive batches. A guess: too much runs out of memory where bytes rise above the line.
+# Largest ratio of the next measured batch to the largest so far. A guess: with more, bytes above the line may not fit.
 _GROWTH = 4
-# Batches that lines choose before bisection takes over: lines mislead if bytes are not convex. A guess; costs time.
+# Number of batches that lines choose before bisection does: lines mislead if bytes are not convex. A guess; costs time.
 _PATIENCE = 8
-_POINTS = 24  # Batches planned at equal ratios to find the best and to draw the curve. A guess; too few miss the best.
-_CLOSER = 8  # batches planned between the neighbours of the best one so far
+_POINTS = 24  # Number of batches planned at equal ratios to find the best. A guess; with too few, it is missed.
+_CLOSER = 8  # number of batches planned between the neighbours of the best one so far
 _FINE = 0.01  # relative distance between neighbours at which the search for the best batch ends
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Memory and chain of a step, and the seconds of the layers before the chain, which are not planned."""
+    """Costs of a step: `budget` has those of the planned chain, which may come after layers that are not planned."""
 
     budget: Budget
     before_chain_seconds: float = 0.0
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names of the stages. Batches with different stages cannot be interpolated."""
+        """Names of the stages. Costs are interpolated only between batches with the same stages."""
         return tuple(stage.name for stage in self.budget.chain)
 
     @property
@@ -61,11 +61,11 @@ class StepCosts:
         return self.seconds_of(store_all(self.budget.chain))
 
     def seconds_of(self, sequence: rotor_solver.Sequence) -> float:
-        """Seconds of forward, loss and backward by `sequence`, all forwards in flight."""
+        """Seconds of forward, loss and backward if all forwards in flight follow `sequence`."""
         return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
 
     def seconds_within(self, mem_limit: int, slots: int) -> float:
-        """Seconds by the fastest sequence found within `mem_limit` bytes for the whole step; infinite if none fits."""
+        """Seconds of the fastest sequence found whose step needs at most `mem_limit` bytes; infinite if none fits."""
         try:
             return self.seconds_of(self.budget.solve(mem_limit, Persistent(slots)))
         except InfeasibleError:
@@ -73,7 +73,7 @@ class StepCosts:
 
 
 def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torch.device) -> StepCosts:
-    """Return the maximum of each cost over `group`. Raises PlanMismatchError in all processes if stages differ."""
+    """Return the maximum of each cost over the processes of `group`. All raise PlanMismatchError if stages differ."""
     if group is None:
         return costs
     found: list[StepCosts] = gather_objects(costs, group, device)
@@ -100,8 +100,8 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
 def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None:
     """Interpolate the costs of a step of `batch`; None if the measured batches around it do not determine them.
 
-    Beyond the measured batches, bytes follow the line through the last two, and seconds are proportional to the batch,
-    since noise ruins an extrapolated line. Only batches with the stages of the nearest measured batch are used.
+    Beyond the measured batches, bytes follow the line through the nearest two, and seconds are proportional to the
+    batch: a line through noisy times may be far off. Uses only batches with the stages of the nearest one.
     """
     if batch in measured:
         return measured[batch]
@@ -118,17 +118,17 @@ def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None
         found: StepCosts = _on_line(measured[low], measured[high], batch, low, high)
         return found
     except ValueError:
-        # Extrapolated lines may cross, and `Chain` refuses such sizes. Interpolated sizes are always valid.
+        # `Chain` refuses impossible sizes, which lines may reach outside of two measured batches, but not between them.
         if low <= batch <= high:
             raise
         return None
 
 
 def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
-    """Interpolate every number between `one` at batch `low` and `other` at batch `high`. Round sizes up.
+    """Interpolate between costs `one` of the batch `low` and `other` of `high`, number by number. Round bytes up.
 
-    Outside `low` to `high`, seconds scale with the batch from the nearer end. Nonnegative numbers stay nonnegative. Of
-    a stage's options, only those in both remain.
+    Outside `low` to `high`, seconds are proportional to the batch. Nonnegative numbers stay nonnegative. Of a stage's
+    options, only those of both batches remain.
     """
     if one is None or other is None or isinstance(one, str | bool | Link):  # a link does not depend on the batch
         return None if other is None else one
@@ -144,17 +144,17 @@ def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
     if isinstance(one, float):
         nearest = min(max(low, batch), high)
         return batch / nearest * (one + (other - one) * (nearest - low) / (high - low))
-    # Integer arithmetic predicts an affine size exactly.
+    # Integers, unlike floats, predict bytes exactly that are a constant plus a part per sample.
     found = one - (-(other - one) * (batch - low) // (high - low))
     return max(0, found) if one >= 0 and other >= 0 else found
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch that fits, and `needs`: the bytes of its step, measured.
+    """The largest batch that fits; `needs` are the bytes of its step, by measured stages.
 
-    `beyond` is the next candidate, which needs `beyond_bytes` and does not fit; None if no candidate is larger. Unless
-    `beyond_measured`, these bytes are predicted by a line through smaller batches.
+    `beyond` is the next candidate, whose step needs at least `beyond_bytes` and does not fit; None if no candidate is
+    larger. Unless `beyond_measured`, these bytes are predicted by a line through smaller batches.
     """
 
     batch: int
@@ -167,11 +167,11 @@ class Largest:
 def largest(
     candidates: Sequence[int], needs: Callable[[int], int], known: dict[int, int], mem_limit: int, slack: int = 0
 ) -> Largest | None:
-    """Find the largest of the increasing `candidates` that fits `mem_limit` bytes; None if the least does not.
+    """Find the largest of the increasing `candidates` whose step fits into `mem_limit` bytes; None if none does.
 
-    `needs` measures a batch; `known` holds the bytes of at least two measured batches and is extended. The bytes of a
-    step are convex in the batch, since a peak is a maximum of affine sums. So the line through two batches is a lower
-    bound outside them and an upper bound between them. Predictions within `slack` bytes of the limit are measured.
+    `needs` measures the bytes of a batch's step. `known` has those of at least two batches, and gets those measured
+    here. Bytes are convex in the batch, as a maximum of affine sums: the line through two batches is a lower bound
+    outside them and an upper bound between. Also measures where that is up to `slack` bytes over the limit.
     """
     for rounds in count():
         fitting = [batch for batch in known if batch in candidates and known[batch] <= mem_limit]
@@ -194,7 +194,7 @@ def largest(
         if bound > mem_limit + slack:
             return Largest(fits, known[fits], following, bound)
         above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
-        # `above` need not be a candidate, so always leave the next candidate to try.
+        # `above` need not be a candidate, so `end` is at least the index after the next candidate.
         end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
         if rounds >= _PATIENCE:
             at = (place + end) // 2 if above is not None else 2 * place + 1
@@ -206,19 +206,19 @@ def largest(
 
 
 def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:
-    """Return the batch at which a line through measured batches reaches the limit; `fits` is a batch that fits."""
+    """Return the batch at which a line through the bytes of measured batches reaches the limit; `fits` fits."""
     below = sorted(batch for batch in known if above is None or batch < above)
     ahead = _meets(known, below[-2], below[-1], mem_limit) if len(below) > 1 else None
     if above is None:
         most = _GROWTH * max(known)
         return most if ahead is None else min(ahead, most)
     between = _meets(known, below[-1], above, mem_limit)
-    # Between two batches, the line is an upper bound of convex bytes, so the batch that it allows should fit.
+    # The line from a batch that fits to one that does not is an upper bound between them: what it allows should fit.
     return max(fits, between) if between is not None and between > fits else ahead or fits
 
 
 def _meets(known: dict[int, int], low: int, high: int, mem_limit: int) -> int | None:
-    """Return the last batch at which the line from `low` to `high` is within the limit; None if it does not rise."""
+    """Return the last batch whose bytes, on the line from `low` to `high`, fit; None if the line does not rise."""
     rise = known[high] - known[low]
     return low + (mem_limit - known[low]) * (high - low) // rise if rise > 0 else None
 
@@ -237,7 +237,7 @@ def _bound(known: dict[int, int], batch: int) -> int:
 
 @dataclass(slots=True)
 class Curve:
-    """Times of the fastest plans within `mem_limit` by batch, from costs interpolated between `measured` batches."""
+    """Step times of the fastest plans within `mem_limit` by batch size. Interpolates costs of unmeasured batches."""
 
     measured: dict[int, StepCosts]
     mem_limit: int
@@ -254,16 +254,16 @@ class Curve:
         return self.planned[batch]
 
     def with_optimizer(self, seconds: float, batch: int) -> float:
-        """Convert a batch's `seconds` to seconds per sample, the optimizer step included."""
+        """Convert `seconds` of forward, loss and backward to seconds per sample, the optimizer step included."""
         return seconds / batch + self.optimizer_seconds / (self.effective_batch or batch)
 
     def per_sample(self, batch: int) -> float:
         return self.with_optimizer(self.seconds(batch), batch)
 
     def best(self, candidates: Sequence[int]) -> int:
-        """Return the candidate with the least seconds per sample: search a grid, then finer grids around its best.
+        """Return the candidate with the least seconds per sample: try a few, then more and more around the best so far.
 
-        A larger batch amortizes fixed costs but recomputes more, so the grid may miss the best between two points.
+        A larger batch amortizes fixed costs but recomputes more, so the best may lie between the batches tried first.
         """
         looked = sorted({*_spread(candidates, _POINTS), *(batch for batch in self.measured if batch in candidates)})
         while True:
@@ -277,7 +277,7 @@ class Curve:
             looked = sorted({*looked, *more})
 
     def points(self, candidates: Sequence[int], most: int, included: Iterable[int]) -> tuple[BatchPoint, ...]:
-        """Return points up to the batch `most`: `included` and measured batches, and some at equal ratios."""
+        """Return the curve up to the batch `most`: for `included` and measured candidates, and some at equal ratios."""
         inside = [batch for batch in candidates if batch <= most]
         batches = {*_spread(inside, _POINTS), *included, *(batch for batch in self.measured if batch in inside)}
         found = (self._point(batch) for batch in sorted(batches))
@@ -294,7 +294,7 @@ class Curve:
 
 
 def _spread(candidates: Sequence[int], points: int) -> set[int]:
-    """Choose candidates at about equal ratios, from the first to the last."""
+    """Choose about `points` candidates at about equal ratios, from the first to the last."""
     ratio = candidates[-1] / candidates[0]
     found = set()
     for at in range(points + 1):

@@ -1,1 +1,1 @@
-"""Checkpoints that the user places, without a solver: by level, every n layers, or by segments."""
+"""Checkpoints that the user chooses, without a solver: by level, every n layers, or by segments."""

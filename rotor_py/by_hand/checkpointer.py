@@ -1,7 +1,7 @@
-"""Store every n-th layer's output, or each segment's input, and recompute other outputs in the backward.
+"""Store every n-th layer's output, or each segment's input, and recompute the rest from it in the backward.
 
-The first run of a layer records its random state, autocast and buffers, and a recomputation restores them, so both
-return the same bits.
+The forward records the random state, autocast and buffers with which a layer or segment runs. A recomputation restores
+them, so it returns the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable
 from rotor_solver.segments import recompute_segments, segments_from
 
-_INPUT = -1  # index of the network's input among layer outputs: the layers start at 0
+_INPUT = -1  # index under which the network's input is stored: layer outputs have the indices 0, 1, …
 Forward = Callable[[Any, Any], Any]  # callable of a layer and its input that returns the layer's output
 Segment = Callable[[Any], Any]
 
@@ -40,7 +40,7 @@ class CheckpointConfig:
     Stores at most `max_checkpoints` outputs. With `use_mixed_precision`, rounds floating-point outputs to
     `storage_dtype`, bfloat16 or float16, and converts them back to their own dtype for use.
 
-    Raises ValueError for negative or non-integer numbers, a `use_mixed_precision` that is no bool, and a
+    Raises ValueError for numbers that are negative or no integers, a `use_mixed_precision` that is no bool, and a
     `storage_dtype` other than these two.
     """
 
@@ -63,8 +63,8 @@ class CheckpointConfig:
 class ActivationCheckpointer:
     """Stores the outputs of layers 0, n, 2n, … as checkpoints, and recomputes the other outputs from them.
 
-    Outputs are tensors or nested structures of tensors. `checkpointed_forward` is for training: its backward recomputes
-    layers from the checkpoints. Checkpoints stay in memory until `clear` or the next `checkpointed_forward`.
+    Outputs are tensors, or tuples, lists and dicts of them. Train with `checkpointed_forward`, or `save` outputs in a
+    loop of your own. Checkpoints stay in memory until `clear` or the next `checkpointed_forward`.
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
@@ -78,10 +78,10 @@ class ActivationCheckpointer:
         return whole_number(layer_idx, "layer_idx") % n == 0 if n else False
 
     def save(self, layer_idx: int, activation: Any) -> None:
-        """Store the output of a checkpoint layer, replacing an earlier one. Of other layers, only count the bytes.
+        """Store `activation`, the output of a layer, if `is_checkpoint_layer`; else only count its bytes as saved.
 
-        Raises CheckpointLimitError (a ValueError) beyond `max_checkpoints`, and ValueError for a negative or
-        non-integer index.
+        Raises CheckpointLimitError (a ValueError) if `max_checkpoints` others are stored, and ValueError for an index
+        that is negative or no integer.
         """
         stored = self.is_checkpoint_layer(layer_idx)
         if stored and layer_idx not in self._store and len(self._store) >= self.config.max_checkpoints:
@@ -91,10 +91,10 @@ class ActivationCheckpointer:
             self._store.keep(layer_idx, activation)
 
     def get(self, layer_idx: int) -> Any:
-        """Return the stored output of a layer, detached and in its own dtype; None if it is not stored.
+        """Return the stored output of a layer, detached and in the dtype that it had; None if it is not stored.
 
-        Outputs are stored without a copy. Raises RuntimeError if this one was overwritten in place since, and
-        ValueError for a negative or non-integer index.
+        In full precision, outputs are stored without a copy. Raises RuntimeError if this one was overwritten in place
+        since, and ValueError for an index that is negative or no integer.
         """
         whole_number(layer_idx, "layer_idx")
         if layer_idx not in self._store:
@@ -104,10 +104,10 @@ class ActivationCheckpointer:
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._store[layer_idx])
 
     def clear(self) -> None:
-        """Release all stored outputs and recorded states."""
+        """Release all stored outputs, and what was recorded for their recomputation."""
         self._half = self.config.storage_dtype if self.config.use_mixed_precision else None
         self._store = _KeptOutputs(self._half)
-        self._input = _KeptOutputs()  # the network's input, in the caller's tensors: never rounded
+        self._input = _KeptOutputs()  # the network's input: the caller's tensors, so rounding would save no memory
         self._seen: dict[int, int] = {}  # bytes of the output of each layer that was run or saved
         self._surroundings: dict[int, Surroundings] = {}
 
@@ -123,8 +123,8 @@ class ActivationCheckpointer:
 
     @property
     def memory_saved_bytes(self) -> int:
-        """Bytes of the outputs of all layers that ran, minus the stored bytes."""
-        # Zero at least: a stored view counts its whole storage, which may be larger than the output.
+        """Number of bytes by which the outputs of all layers that ran exceed the stored ones."""
+        # At least 0: a stored view counts with its whole storage, which may be larger than all outputs.
         return max(0, sum(self._seen.values()) - self.memory_stored_bytes)
 
     def checkpointed_forward(
@@ -133,9 +133,9 @@ class ActivationCheckpointer:
         """Run `layers` in order from `input`, store checkpoints, and return the last output.
 
         Stores the first `max_checkpoints` checkpoints only. With gradients enabled, the backward recomputes the layers
-        between checkpoints. In full precision, gradients equal plain training bit for bit; with checkpoints in half
-        precision, they are those of rounded activations. The backward raises RuntimeError if `forward_fn`, or a layer
-        that is no `nn.Module`, uses parameters of its own, which would get no gradient.
+        between checkpoints. In full precision, gradients equal those of plain training bit for bit; with checkpoints in
+        half precision, they are computed from rounded outputs. The backward raises RuntimeError if `forward_fn`, or a
+        layer that is no `nn.Module`, uses parameters of its own, which would get no gradient.
         """
         self.clear()
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
@@ -158,9 +158,9 @@ class ActivationCheckpointer:
     ) -> Any:
         """Return the stored output of `target_layer`, or recompute it from the last checkpoint before it or the input.
 
-        The result equals the forward's output bit for bit, unless it starts from a checkpoint in half precision. Raises
-        ValueError for a missing layer, MissingCheckpointError (a ValueError) if neither a checkpoint nor the input is
-        stored, and RuntimeError if that tensor was overwritten.
+        The result equals the forward's output bit for bit, unless the checkpoint is in half precision. Raises
+        ValueError if there is no such layer, MissingCheckpointError (a ValueError) if neither a checkpoint before the
+        layer nor the input is stored, and RuntimeError if the one found was overwritten in place.
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
             message = f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0"
@@ -180,8 +180,7 @@ class ActivationCheckpointer:
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
         """Run the layers as one tape in the caller's autograd graph; its backward recomputes from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # The executor stores the input of every segment except the last. Of the last, it saves all activations, which
-        # the backward needs first.
+        # `Tape` stores the input of every segment except the last, whose backward is first: it runs with a graph.
         shared = [start - 1 for start in starts[1:-1]]
         self._stored_layers -= {*shared}
         store = ActivationStore(self._half)
@@ -196,13 +195,13 @@ class ActivationCheckpointer:
 
 @dataclass
 class _Recording:
-    """The checkpointer that records layer runs now. Not an attribute of the layers: recomputation restores those."""
+    """`by` records layer runs, if any. Not an attribute of `_Layer`, which a recomputation would restore."""
 
     by: ActivationCheckpointer | None
 
 
 class _Layer(nn.Module):
-    """Module of a layer and the function that calls it, which owns the layer's parameters and records its first run."""
+    """Calls a layer by `forward_fn`, for a `StageRunner`. Records the run, unless it is a recomputation."""
 
     def __init__(self, layer: Any, forward_fn: Forward, recording: _Recording, index: int) -> None:
         super().__init__()
@@ -228,7 +227,7 @@ class _Layer(nn.Module):
 
 
 class _KeptOutputs(ActivationStore):
-    """Layer outputs, stored without a copy. Remembers tensor versions, since autograd does not see in-place changes."""
+    """Stored layer outputs with the versions of their tensors, which reveal later in-place operators."""
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
         super().__init__(storage_dtype)
@@ -262,7 +261,7 @@ class Checkpoint:
 
     Construct it right before the segment runs: it records the current random state, autocast and the segment's buffers.
     The attribute `input` is detached, not copied. After a backward through the result of `recompute`, `input.grad` is
-    the gradient of the segment's input. Raises ValueError if the segment cannot be called.
+    the gradient of the segment's input. Raises ValueError if `segment` is not callable.
     """
 
     def __init__(self, segment: Segment, input: Any) -> None:
@@ -279,10 +278,10 @@ class Checkpoint:
         return storage_bytes(tensors_in(self.input))
 
     def recompute(self) -> Any:
-        """Return the same output as the segment's first run, with an autograd graph if gradients are enabled.
+        """Run the segment again and return the same output, with an autograd graph if gradients are enabled.
 
-        Restores the random state and the buffers afterwards. Raises RuntimeError if the input was overwritten after the
-        checkpoint was made.
+        Restores the random state and the buffers afterwards. Raises RuntimeError if the input was overwritten in place
+        after the checkpoint was made.
         """
         self._refuse_overwritten()
         with self._surroundings.restored(self.segment, graph=torch.is_grad_enabled()):
@@ -303,8 +302,8 @@ class CheckpointedNetwork(nn.Module):
     """Runs segments in order, stores only each segment's input, and recomputes the segments in the backward.
 
     `segments` are modules, or functions without parameters; each takes the previous one's output. Outputs, gradients,
-    buffers and the random stream equal plain training. In eval mode or without gradients, nothing is checkpointed.
-    Raises ValueError if there are no segments, or if a segment cannot be called.
+    buffers and the random stream equal those of plain training. In eval mode or without gradients, segments run
+    plainly. Raises ValueError if there are no segments, or if a segment is not callable.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
@@ -349,7 +348,7 @@ class CheckpointedNetwork(nn.Module):
 
     @property
     def memory_savings(self) -> float:
-        """Share of `full_memory_bytes` that is not stored: in [0, 1)."""
+        """Share of `full_memory_bytes` that is not stored, from 0 to below 1."""
         return 1 - self.memory_bytes / self.full_memory_bytes if self.full_memory_bytes else 0.0
 
 
@@ -360,7 +359,7 @@ def refuse_uncallable(given: object, called: str, name: str | None = None, **num
 
 
 class _StorageSizes(dict[int, tuple[object, int]]):
-    """Bytes of all storages added, freed ones too. Keys are weak references, since storages reuse addresses."""
+    """Sizes of storages, also of freed ones. Keys are ids of weak references, since new storages reuse addresses."""
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):

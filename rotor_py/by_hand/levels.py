@@ -1,7 +1,7 @@
-"""Checkpointing by level: the level says how large the parts of a model are that the backward recomputes.
+"""Checkpointing by level, from 0 to 5: how large the parts of a model are that the backward recomputes.
 
-`assign_levels` derives a module's level from its submodules and whether they repeat. Names decide where structure does
-not: an attention looks like a layer with two projections, and an encoder like its list of layers.
+`assign_levels` derives a module's level from its submodules and whether they repeat. Names decide where submodules do
+not: an attention, a small block, may contain blocks as a layer does, and an encoder may be a mere list of layers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LEVELS = {
 
 
 class ActivationCheckpointing(nn.Module):
-    """Calls a function, and checkpoints it if its level is low enough, for models whose code assigns levels.
+    """Calls a function, and checkpoints it if its level is at most the training level; for models with levels in code.
 
-    `ActivationCheckpointing(3, level)(block, x)` is `block(x)`. In training mode, if `level` is 3 or more, the backward
-    recomputes `block` from `x` instead of storing its activations. A function of level 0 is never checkpointed. Levels
-    are nested: at a training level of 3, a function of level 1 inside `block` is checkpointed, too.
+    `ActivationCheckpointing(3, level)(block, x)` returns `block(x)`. In training mode, if the training level `level` is
+    3 or more, the forward stores only `x`, and the backward recomputes `block` from it. A function of level 0 is never
+    checkpointed. At a training level of 3, a function of level 1 inside `block` is checkpointed, too.
 
-    `Checkpointable(model, level=3)` does the same for a model whose code assigns no levels. Raises ValueError unless
-    both levels are integers from 0 to 5.
+    `Checkpointable(model, level=3)` recomputes the modules of level 3 of any model, without changes to its code. Raises
+    ValueError unless both levels are integers from 0 to 5.
     """
 
     def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
@@ -52,7 +52,7 @@ class ActivationCheckpointing(nn.Module):
     def forward(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """Return `fn(*args, **kwargs)`, checkpointed if the property `checkpoints` is True.
 
-        `use_reentrant` goes to `torch.utils.checkpoint`, which raises ValueError for True with keyword arguments.
+        `use_reentrant` is passed to `torch.utils.checkpoint`, which raises ValueError for True together with `kwargs`.
         """
         if not self.checkpoints or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
@@ -77,8 +77,8 @@ _SMALL = re.compile(
 )
 # Names of whole encoders and decoders: the last word of a class or an attribute.
 _WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
-# Least number of consecutive single layers that form a group; fewer are a small block. A guess between the three layers
-# of VGG's classifier and its eight convolutions or more. A wrong one recomputes larger or smaller parts.
+# Least number of single layers with weights for which a list is a group (4), not a small block (2). A guess, between
+# three in VGG's classifier and eight or more in its features.
 _GROUP = 4
 
 
@@ -92,12 +92,12 @@ class AssignedLevel(NamedTuple):
 def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
     """Return the level of every submodule of `model` by name; "" is the model. `LEVELS` defines the levels.
 
-    A single layer has level 1, also with its activation, normalisation or dropout. A container of single layers is a
-    small block (2), a container of small blocks is a layer (3), a row of repeated blocks or layers is a group (4), and
-    a container of groups is an encoder or decoder (5). A larger container has level 0.
+    A single layer has level 1, also with its activation, normalisation or dropout. A module of several is a small block
+    (2), a module of small blocks is a layer (3), a list of blocks or layers of one class is a group (4), a module of
+    groups is an encoder or decoder (5), and one of encoders has level 0.
     """
     found: dict[str, AssignedLevel] = {}
-    # Include every name of a shared module: a caller may look up any of them.
+    # Include every name of a module that the model contains several times: a caller may look up any.
     modules = dict(model.named_modules(remove_duplicate=False))
     # Deepest modules first, since a module's level follows from its children. `bool` sorts the model, "", last.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
@@ -109,7 +109,7 @@ def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
             found[name] = AssignedLevel(1, f"{kind} is a single layer")
         else:
             found[name] = (_of_list if _is_list(module) else _of_block)(name, module, inner)
-            # The whole model has level 0, unless it is an encoder or decoder by its name.
+            # The model itself has level 0, unless its class is named as an encoder or decoder.
             if not name and not (found[name].level == 5 and _is_named(_WHOLE, name, module)):
                 found[name] = AssignedLevel(0, f"{kind} is the whole model")
     return {name: found[name] for name in modules}
@@ -119,18 +119,18 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
     highest, weights = max(level for _, level in inner), _weights(module)
     kind, count = Counter(type(each).__name__ for each, level in inner if level == highest).most_common(1)[0]
     unlike = AssignedLevel(0, f"{type(module).__name__} is a list of unlike parts")
-    runs = isinstance(module, nn.Sequential)  # a ModuleList does not tell whether its parts run in a row
+    runs = isinstance(module, nn.Sequential)  # the parts of a ModuleList need not run one after the other
     if _is_named(_WHOLE, name, module) and weights > 1:
         return AssignedLevel(5, f"{_called(name, module)} is an encoder or decoder by its name")
     if highest >= 4:
         return _holding(module, highest)
     if highest in (2, 3):
-        # A list with a single block is a group, too: the model has depth one.
+        # A list of a single block is a group, too, as of a transformer with one layer.
         if count > 1 or (count == 1 and len(inner) == 1):
             return AssignedLevel(4, f"{count} × {kind} in a row are a group")
         return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else unlike
     if weights <= 1:
-        return AssignedLevel(1, "one layer with weights, and layers without") if runs else unlike
+        return AssignedLevel(1, "at most one layer with weights, and layers without") if runs else unlike
     if weights >= _GROUP:
         return AssignedLevel(4, f"{weights} single layers in a row are a group")
     return AssignedLevel(2, f"{weights} single layers are a small block") if runs else unlike
@@ -141,25 +141,25 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
     if len(inner) == 1 and highest == 5:
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
     if highest >= 4:
-        # A numbered stage of a Swin or a ConvNeXt holds a downsampling and a group.
+        # In Swin and ConvNeXt, a stage, named by its number, holds a downsampling and a group: it is a group, too.
         if highest == 4 and name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1:
             return AssignedLevel(4, f"{called}, one of several, holds a group")
         return _holding(module, highest)
-    # Check the name before the contents: an attention that contains a Sequential would count as a layer.
+    # Check the name first: by its contents, an attention with a Sequential inside would be a layer (3).
     if highest <= 2 and _is_named(_SMALL, name, module):
         return AssignedLevel(2, f"{called} is a small block by its name")
     blocks = [each for each, level in inner if level in (2, 3)]
-    # If one block has all the weights, the other children are norms and dropout around it.
+    # A module has the level of its only child with weights: its other children are norms, dropout and the like.
     whole = [each for each in blocks if _weights(each) == weights]
     if len(whole) == 1:
         return AssignedLevel(highest, f"{called} has all its weights in {type(whole[0]).__name__}")
-    # Children may also be lists of unlike parts that contain blocks.
+    # Blocks may also be in lists of unlike parts, which have level 0.
     lists = [child for child, level in inner if level == 0 and _is_list(child)]
     if blocks or any(each._modules and not _is_list(each) for child in lists for each in child.modules()):
         kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in blocks))
         return AssignedLevel(3, f"{called} holds blocks: {kinds or 'a list of them'}")
     if weights <= 1:
-        return AssignedLevel(1, f"{called} is one layer with weights, and layers without")
+        return AssignedLevel(1, f"{called} has at most one layer with weights, and layers without")
     if _is_named(_WHOLE, name, module):
         return AssignedLevel(5, f"{called} is an encoder or decoder by its name")
     return AssignedLevel(2, f"{called} holds single layers")

@@ -1,4 +1,4 @@
-"""Strategies that arguments of `Checkpointable` set instead of an optimal plan: by level, or every n layers."""
+"""Strategies that replace the optimal plan if arguments of `Checkpointable` ask: by level, or every n layers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Algorithm, Chain, InfeasibleError, Periodic, Sequence, StoreAll, simulate
 from rotor_solver.segments import fastest_forwards, recompute_segments
 
-_NO_LIMIT = 2**62  # bytes: `sequence` checks the limit after solving, so that its error can state peak and limit
+_NO_LIMIT = 2**62  # bytes for solving: `sequence` compares the peak with the user's limit, and its error names both
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
     """Checkpoint the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
 
-    Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, for negative or
-    non-integer numbers, and for an unknown level.
+    Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, for numbers that are
+    negative or no integers, and for a level above 5.
     """
 
     level: int | None = None
@@ -45,7 +45,7 @@ class ByHand:
 
     @classmethod
     def asked_for(cls, level: int | None, every_n_layers: int | None, max_checkpoints: int | None) -> ByHand | None:
-        """Return the strategy of these arguments; None if all are None. Raises ValueError as the constructor does."""
+        """Return the strategy for these arguments; None if all are None. Raises ValueError as the constructor does."""
         strategy = cls(level, every_n_layers, max_checkpoints)
         return None if strategy == cls() else strategy
 
@@ -61,7 +61,7 @@ class ByHand:
         return StoreAll()  # without checkpoints, the whole chain is the last segment, which is never recomputed
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
-        """Return the strategy's sequence. Raises InfeasibleError if its peak exceeds `mem_limit` bytes."""
+        """Return the strategy's sequence. Raises InfeasibleError if a step by it needs more than `mem_limit` bytes."""
         sequence = self.algorithm(model).solve(budget.chain, _NO_LIMIT)
         peak = budget.peak_bytes(sequence)
         if mem_limit is not None and peak > mem_limit:
@@ -76,12 +76,12 @@ class ByHand:
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """An algorithm that recomputes every module of `level`, for a chain whose stages are named after modules.
+    """Algorithm that recomputes every module of `level`, for a chain whose stages are named after modules.
 
     Consecutive stages in one module of the level (the outermost, if such modules are nested) are recomputed together
-    from the input of the first stage. If the model has no module of the level, the next lower level applies. At level
-    1, a stage of several layers is recomputed as a whole. A layer without weights is recomputed together with the layer
-    before it: storing the input of each of the two would save no memory.
+    from the input of the first. If no stage is in a module of the level, the next lower level applies. At level 1, a
+    stage of several layers is recomputed as a whole, and a layer without weights together with the layer before it:
+    storing the input of each of the two would save no memory.
     """
 
     level: int
@@ -94,18 +94,18 @@ class ByLevel:
 
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
-        """Make the algorithm for the stages of `model`. Raises ValueError unless `level` is an integer from 0 to 5."""
-        # Include every name of a shared module: stages are named after any of them.
+        """Make the algorithm for layers of `model`. Raises ValueError unless `level` is an integer from 0 to 5."""
+        # Include every name of a module that the model contains several times: stages are named after any.
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
         levels = {name: assigned.level for name, assigned in assign_levels(model).items()}
         return cls(checked_level(level), levels, weightless)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the level's schedule, with a peak of at most `mem_limit` bytes, the input a_0 included.
+        """Return the sequence that recomputes the level's modules. Raises InfeasibleError if its peak is too high.
 
-        The group before the loss is not recomputed, since the backward needs its activations first, unless recomputing
-        it lowers the peak. Raises InfeasibleError if the peak exceeds the limit.
+        `mem_limit` is in bytes, the chain's input included. The module right before the loss is stored, since the
+        backward needs its activations first, unless recomputing it lowers the peak.
         """
         groups = self.groups([stage.name for stage in chain])
         forwards = fastest_forwards(chain)
@@ -119,15 +119,15 @@ class ByLevel:
         return sequence
 
     def groups(self, names: list[str]) -> list[range]:
-        """Return the stages of each module of the level, as ranges of stage indices."""
+        """Return a range of stage indices for each module of the level; `names` are the names of all stages."""
         units = self.units(names)
-        # Only consecutive stages form a group: a module that runs twice, with others in between, is two groups.
+        # Only consecutive stages form a range: a module that runs twice, with others in between, has two.
         found = [(unit, list(group)) for unit, group in groupby(range(len(names)), key=units.__getitem__)]
         return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]
 
     def units(self, names: list[str]) -> list[str | None]:
-        """Return for each stage the module of the level that contains it, or None."""
-        # A missing level is no error: a ResNet has blocks and groups, but no transformer layers.
+        """Return for each stage the name of the module of the level that contains it, or None."""
+        # A level without modules is no error: a ResNet has blocks and groups, but no transformer layers.
         for level in range(self.level, 0, -1):
             found = [self._unit(name, level) for name in names]
             if any(unit is not None for unit in found):
@@ -140,13 +140,13 @@ class ByLevel:
             for count in range(len(parts) + 1):
                 if self.levels.get(prefix := ".".join(parts[:count])) == level:
                     return prefix
-            # The stage is a module of several layers that is not cut, so it is recomputed as a whole.
+            # The stage is a module of several layers, which cannot be recomputed one by one.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
                 return stage
         return None
 
     def _with_weightless(self, units: list[str | None]) -> list[str | None]:
-        """Assign layers without weights to the unit of the layer before them in the same container."""
+        """Let layers without weights be recomputed with the layer before them in the same module; `units` has names."""
         result = units[:1]
         for before, unit in pairwise(units):
             follows = unit is not None and before is not None and unit.rpartition(".")[0] == before.rpartition(".")[0]

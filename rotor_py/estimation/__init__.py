@@ -1,1 +1,1 @@
-"""Estimate a training step on a simulated device."""
+"""Predict memory and time of a training step on a device that is not present."""

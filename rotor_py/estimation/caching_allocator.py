@@ -1,23 +1,23 @@
-"""Simulate the CUDA caching allocator: bytes reserved for a sequence of requests.
+"""Simulate PyTorch's CUDA caching allocator: how many bytes it reserves for a sequence of requests.
 
-A program runs out of memory when the allocator's segments, not the tensors, exceed the device. The rules are those of
-`c10/cuda/CUDACachingAllocator.cpp`; the constants cite its names.
+A program runs out of memory when the allocator's segments, not just its tensors, exceed the device's memory. Rules and
+constants are those of `c10/cuda/CUDACachingAllocator.cpp`; comments have its names.
 """
 
 # Note [The allocator's rules]
 #
-#  1. A request is rounded up to 512 bytes. Up to 1 MiB, the small pool of its stream serves it, else the large pool.
+#  1. A request is rounded up to a multiple of 512 bytes. Its stream's small pool serves it up to 1 MiB, else the large.
 #  2. The pool's smallest free block that is large enough serves the request: of equal blocks, the lowest address.
 #  3. If no block is large enough, the driver allocates a segment: 2 MiB for the small pool; for the large pool, 20 MiB
 #     if the request is below 10 MiB, else the request rounded up to 2 MiB.
 #  4. A block is split if 512 bytes or more remain in the small pool, or more than 1 MiB in the large one. An unsplit
 #     remainder counts as allocated: 12 MiB from a free block of 13 MiB take all 13.
-#  5. A freed block merges with the free neighbours in its segment, and its memory stays reserved.
+#  5. A freed block is merged with its free neighbours in the segment. Its memory stays reserved.
 #  6. If the driver has no more memory, the allocator releases every wholly free segment, and asks the driver once more.
-#  7. With expandable segments, each pool has one range of addresses, and maps memory at its end, 2 MiB at a time in
+#  7. With expandable segments, each pool has one range of addresses and maps memory at its end, in pages of 2 MiB in
 #     the small pool and 20 MiB in the large. A remainder of 512 bytes or more is split off. In rule 2, a block that can
-#     grow into unmapped addresses counts with the size that it can reach, so that other blocks are used first. If the
-#     driver has no more memory, the allocator unmaps whole pages of free blocks.
+#     grow into unmapped addresses counts with the size that it can reach, so that other blocks are used first. In rule
+#     6, the allocator unmaps the pages that lie wholly in free blocks.
 #
 # Not simulated, as they are off by default: max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold,
 # and the private pools of CUDA graphs.
@@ -41,7 +41,7 @@ ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: the segment of a single request is rou
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, linked to its neighbours. An unmapped block has addresses but no memory."""
+    """A piece of a segment, linked to the pieces before and after it. An unmapped block has addresses but no memory."""
 
     address: int
     size: int
@@ -63,7 +63,7 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Free blocks of one stream, for small or for large requests, ordered by size, then by address."""
+    """The free blocks of one stream for small or for large requests; `free` has (size, address), sorted."""
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Pool:
             del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def merge(self, block: Block, neighbour: Block | None) -> None:
-        """Merge a free neighbour, which is in the pool, into `block`, which is not."""
+        """Merge `neighbour`, if it is free, into `block`: only the former is in the pool."""
         if neighbour is None or neighbour.allocated or neighbour.mapped != block.mapped:
             return
         self.remove(neighbour)
@@ -97,7 +97,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Request `size` bytes on `stream` as `key`."""
+    """Request for `size` bytes on `stream`, which `Free(key)` returns."""
 
     key: Hashable
     size: int
@@ -113,7 +113,7 @@ Event = Allocate | Free
 
 
 def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
-    """Return the peak of live bytes during `events`, minus the bytes live after the first `beyond` events."""
+    """Return the peak of allocated bytes after the first `beyond` of `events`, minus the bytes allocated then."""
     sizes, now, before, most = dict[Hashable, int](), 0, 0, 0
     for number, event in enumerate(events, 1):
         if isinstance(event, Allocate):
@@ -129,14 +129,14 @@ def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Peaks in bytes, as counted by `torch.cuda.max_memory_allocated` and `max_memory_reserved`."""
+    """Peaks in bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` would return them."""
 
     allocated_bytes: int
     reserved_bytes: int
 
 
 class DeviceFullError(DescribedError, ValueError):
-    """The driver cannot allocate a segment, even after all cached segments are released."""
+    """The device has too little memory for a new segment, even after all free segments are released."""
 
     def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
         super().__init__(
@@ -146,13 +146,13 @@ class DeviceFullError(DescribedError, ValueError):
         )  # fmt: skip
 
 
-_ENDLESS = LARGE_SEGMENT * 2**26  # address space of an expandable segment, never reached
+_ENDLESS = LARGE_SEGMENT * 2**26  # bytes of the address range of an expandable segment: more than any device has
 
 
 def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | None = None) -> Reserved:
-    """Return the peaks of allocated and reserved bytes during `events`.
+    """Return the peaks of allocated and reserved bytes when an allocator gets the requests `events`.
 
-    `limit` is the device memory in bytes; None is unbounded. Raises DeviceFullError if the events do not fit.
+    `limit` is the device's memory in bytes; None: unlimited. Raises DeviceFullError if the requests do not fit into it.
     """
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     for event in events:
@@ -164,7 +164,7 @@ def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | No
 
 
 class CachingAllocator:
-    """The allocator of one device. `expandable` simulates PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
+    """The allocator of one device with `limit` bytes; None: unlimited. `expandable`: with expandable segments."""
 
     def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.allocated_bytes = self.reserved_bytes = 0
@@ -180,7 +180,7 @@ class CachingAllocator:
         return Reserved(self._peak_allocated, self._peak_reserved)
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
-        """Allocate `size` bytes by rules 1 to 4; for zero bytes, allocate nothing."""
+        """Serve a request for `size` bytes by the rules 1 to 4; `free(key)` returns them. Zero bytes take no block."""
         if key in self._held:
             message = f"{key!r} is allocated already; free it first"
             raise InvalidValueError(message, kind="allocated_twice", name=str(key))
@@ -211,7 +211,7 @@ class CachingAllocator:
         self._put_back(block)
 
     def release_cached(self) -> None:
-        """Release free memory by rules 6 and 7, as `torch.cuda.empty_cache` does."""
+        """Return free segments or pages to the driver by the rules 6 and 7, as `torch.cuda.empty_cache` does."""
         for pool in self._pools.values():
             for block in [pool.blocks[address] for _, address in pool.free]:
                 if self._expandable:
@@ -232,7 +232,7 @@ class CachingAllocator:
         return found
 
     def _new(self, pool: Pool, size: int) -> Block:
-        """Get a free block from memory that is new to the pool, by rules 3, 6 and 7."""
+        """Return a free block of new memory from the driver, by the rules 3, 6 and 7."""
         new = self._expanded if self._expandable else self._segment
         if (block := new(pool, size)) is not None:
             return block
@@ -255,7 +255,7 @@ class CachingAllocator:
         return block
 
     def _expanded(self, pool: Pool, size: int) -> Block | None:
-        """Find the first run of free and unmapped blocks with enough addresses, and map as much as needed."""
+        """Map memory in the first run of free and unmapped blocks with enough addresses; return its free block."""
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         block = self._growing(pool, size)
         while not block.mapped or block.size < size:

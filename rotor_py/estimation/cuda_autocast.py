@@ -1,11 +1,12 @@
-"""Apply CUDA's autocast rules to CPU tensors.
+"""Make autocast treat CPU tensors as it treats CUDA tensors.
 
-On CUDA, softmax, norms, powers and sums return 32 bits, which are saved for the backward; on the CPU they keep the
-region's dtype. Autocast has a kernel for each operator, so `cuda_autocast` replaces the CPU's autocast kernels, for the
-whole process. An operator that both devices cast to low precision keeps its kernel, which also caches cast weights.
+Under autocast on CUDA, softmax, norms, powers and sums return float32 tensors, which are saved for the backward; on the
+CPU they keep the dtype of their arguments. Autocast is a kernel for each operator and device, so `cuda_autocast`
+replaces those of the CPU, for the whole process. An operator that both devices cast to low precision keeps its kernel,
+which also caches cast weights.
 
-The lists are those of `aten/src/ATen/autocast_mode.h` of torch 2.13, with ATen names and overloads. Operators in no
-list run in the dtype of their arguments.
+The lists below are those of `aten/src/ATen/autocast_mode.h` of torch 2.13: names of ATen operators with overloads.
+Operators in no list run in the dtype of their arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Arguments are cast to the region's dtype.
+# Operators whose arguments are cast to the dtype of autocast.
 LOWER_PRECISION = _names("""
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
@@ -37,7 +38,7 @@ LOWER_PRECISION = _names("""
     scaled_dot_product_attention
 """)
 
-# Arguments are cast to 32 bits.
+# Operators whose arguments are cast to float32.
 FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
@@ -49,42 +50,42 @@ FLOAT32 = _names("""
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
 """)
 
-# Operators with an argument `dtype`, which autocast sets to 32 bits unless the caller sets it.
+# Operators with an argument `dtype`, which autocast sets to float32 unless the caller sets it.
 FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
 
-# Norms that return 32 bits by calling another overload, whose last argument is the dtype.
+# Norms without such an argument. Autocast calls another overload, which has it, with float32.
 FLOAT32_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
-# Arguments of mixed dtypes are cast to the widest.
+# Operators whose arguments are cast to the widest of their dtypes.
 WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
 
-REFUSED = ("binary_cross_entropy",)  # raises an error, since its logarithm overflows in low precision
+REFUSED = ("binary_cross_entropy",)  # operators that raise an error: this one's logarithm overflows in 16 bits
 
 
 _KEY = "AutocastCPU"
-_WIDTHS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that autocast casts; 64 bits stay
+_WIDTHS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that autocast casts; float64 stays
 _inside: ContextVar[bool] = ContextVar("rotor_py.estimation.cuda_autocast", default=False)
 _Call = Callable[..., Any]
 
 
 def region(dtype: torch.dtype | None) -> Any:
-    """Return an autocast region for CPU tensors that simulate CUDA tensors; an empty context if None."""
+    """Return an autocast context for CPU tensors, which stand for CUDA tensors here; one without effect for None."""
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def cast_down(value: Any) -> Any:
-    """Cast the tensors of a nested structure to the current autocast dtype; outside of autocast, change nothing."""
+    """Cast the tensors in `value`, a nested structure, to the dtype of autocast; without autocast, change nothing."""
     return _cast(value, torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else value
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Within the context, autocast on the CPU follows CUDA's rules, and regions for CUDA apply to the CPU."""
+    """Within the context, autocast treats CPU tensors by CUDA's rules, and `torch.autocast("cuda")` applies to them."""
     if _inside.get():
         yield
         return
@@ -161,7 +162,7 @@ def _in_the_widest(operator: _Call) -> _Call:
         found = [each.dtype for each in tree_leaves((args, kwargs)) if _is_cast(each)]
         if not found:
             return _below(operator, *args, **kwargs)
-        # Mixed 16-bit dtypes promote to 32 bits.
+        # float16 and bfloat16 together promote to float32.
         widest = found[0] if len({*found}) == 1 else torch.float32
         return _below(operator, *_cast(args, widest), **_cast(kwargs, widest))
 
@@ -177,7 +178,7 @@ def _refused(operator: _Call) -> _Call:
 
 
 def _below(operator: _Call, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator without autocast, also for the operators that it is made of."""
+    """Call an operator without autocast, also inside of it."""
     with torch_compat.ExcludeDispatchKeyGuard(torch_compat.DispatchKeySet(torch_compat.DispatchKey.AutocastCPU)):
         return operator(*args, **kwargs)
 

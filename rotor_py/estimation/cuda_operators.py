@@ -1,13 +1,13 @@
 """Run on CPU tensors the operators that PyTorch chooses on CUDA.
 
-Without a GPU, fake CUDA tensors have no backward. So tensors stay on the CPU, and calls for which PyTorch chooses
-another operator on CUDA are replaced, except batch norm, whose kernels save equally many bytes.
+On a machine without a GPU, fake tensors on "cuda" cannot run a backward. So fake tensors are on the CPU, and calls for
+which PyTorch chooses another operator on CUDA are replaced. Batch norm is not, since both save as many bytes.
 
-Attention: plain attention saves one number per pair of tokens, fused kernels one per token. The kernel is chosen as in
-`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.
+Attention: without a fused kernel, it saves an element for each pair of tokens; fused kernels save one for each token.
+The kernel is chosen as in `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.
 
-RMS norm: since torch 2.8, CUDA's fused kernel saves the input and one number per row; the CPU runs a dozen operators.
-The kernel is chosen as in `rms_norm_symint` of aten/src/ATen/native/layer_norm.cpp.
+RMS norm: since torch 2.8, CUDA has a fused kernel, which saves the input and one element per row; the CPU runs a dozen
+operators. The kernel is chosen as in `rms_norm_symint` of aten/src/ATen/native/layer_norm.cpp.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Backend = Literal["cudnn", "flash", "efficient", "math"]
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One call of `scaled_dot_product_attention`."""
+    """The arguments of one call of `scaled_dot_product_attention`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -56,7 +56,7 @@ class Attention:
                 *given, self._bias(), self._has_gradient(), self.dropout_p, self.is_causal, False, scale=scale
             )
         elif backend == "efficient":
-            heads = self.query.shape[1]  # keys and values are repeated for every head
+            heads = self.query.shape[1]  # with `enable_gqa`, keys and values are repeated for every query head
             given[1:] = [
                 each if each.shape[1] == heads else each.repeat_interleave(heads // each.shape[1], 1)
                 for each in given[1:]
@@ -74,7 +74,7 @@ class Attention:
         return cast(torch.Tensor, made[0])
 
     def backend(self, compute_capability: tuple[int, int]) -> Backend:
-        """The first enabled kernel in PyTorch's order that supports this call."""
+        """Return the first kernel, in PyTorch's order, that is enabled and supports this call."""
         flags = torch.backends.cuda
         if self._suits_cudnn(compute_capability) and flags.cudnn_sdp_enabled():
             return "cudnn"
@@ -96,7 +96,7 @@ class Attention:
         if self.attn_mask is not None or not half or capability < (8, 0) or not self._heads_fit(256, pads=True):
             return False
         width = self.query.shape[-1]
-        # Devices with less shared memory have no backward for the widest heads.
+        # On devices with less shared memory, the kernel has no backward for the widest heads.
         small = capability in ((8, 6), (8, 9), (12, 0), (12, 1)) and self._has_gradient()
         return not (small and (192 < width <= 224 or (width > 224 and self.dropout_p > 0)))
 
@@ -117,7 +117,7 @@ class Attention:
         return torch.is_grad_enabled() and any(each.requires_grad for each in (self.query, self.key, self.value))
 
     def _bias(self) -> torch.Tensor | None:
-        """Convert the mask to an additive bias (`convert_boolean_attn_mask`)."""
+        """Return the mask as a bias to add to the scores, as `convert_boolean_attn_mask` does; None without a mask."""
         mask = self.attn_mask
         if mask is None or mask.dtype != torch.bool:
             return mask
@@ -125,7 +125,7 @@ class Attention:
         return torch.where(mask, zero, never)
 
     def _padded_bias(self) -> torch.Tensor | None:
-        """Align the bias's rows to eight numbers (`pad_bias`), and expand it to every head."""
+        """Return the bias with rows padded to a multiple of eight elements (`pad_bias`), and expanded to every head."""
         bias = self._bias()
         if bias is None:
             return None
@@ -155,7 +155,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
     ) -> torch.Tensor:
-        with torch_compat.AutoDispatchBelowAutograd():  # under autograd, the operator would be decomposed
+        with torch_compat.AutoDispatchBelowAutograd():  # autograd would decompose the operator on the CPU
             made, by_row = _FORWARD(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, by_row)
         ctx.shape = shape
@@ -170,7 +170,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class CudaOperators(TorchFunctionMode):
-    """Function mode that runs the operators of a CUDA device with this `compute_capability`."""
+    """Function mode that replaces calls by the operators of a CUDA device with this `compute_capability`."""
 
     def __init__(self, compute_capability: tuple[int, int]) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class CudaOperators(TorchFunctionMode):
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
 ) -> torch.Tensor:
-    """Run CUDA's dropout: it saves a mask of one byte per element, and the CPU's a mask in the input's dtype."""
+    """Call CUDA's dropout, which saves a mask of one byte per element; that of the CPU has the input's dtype."""
     training = training if train is None else train
     if training and 0 < p < 1 and not inplace and input.numel():
         made: torch.Tensor = torch.native_dropout(input, p, True)[0]
@@ -202,7 +202,7 @@ def _dropout(
 
 @contextmanager
 def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """Run CUDA's operators within the context, also in backwards, for which PyTorch would disable the mode."""
+    """Within the context, run CUDA's operators, also in backwards: there, PyTorch has no function modes active."""
     mode = CudaOperators(compute_capability)
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward

@@ -1,4 +1,4 @@
-"""Look up devices in the device table or a file like it, without importing torch: the CLI reports typos at once."""
+"""Look up devices in `devices.toml` or a file like it. Does not import torch, so that the CLI reports typos at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EFFICIENCIES = ("matmul", "convolution", "attention", "attention_backward", "st
 
 
 def split_count(text: str) -> tuple[str, int]:
-    """Split any name from its count: "h100:8" gives "h100" and 8. Raises ValueError if the count is no number."""
+    """Split a name and a number of devices: "h100:8" gives "h100" and 8. Raises ValueError if 8 were no such number."""
     name, colon, number = text.partition(":")
     if colon and not (number.isdecimal() and int(number) > 0):
         message = f"{text!r} is not a number of devices; write {name}:8 for eight of them"
@@ -38,7 +38,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def tables_in(path: Path) -> dict[str, Any]:
-    """Read the tables of a TOML file. Raises OSError, or ValueError if it is no TOML."""
+    """Return the contents of a TOML file. Raises OSError if it cannot be read, and ValueError if it is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -46,14 +46,14 @@ def tables_in(path: Path) -> dict[str, Any]:
 
 
 def find_device(name: str) -> Device:
-    """Find a device in the table; case and separators do not matter. Raises ValueError that suggests similar names."""
+    """Return the device called `name` in the table, whatever its case and separators. Raises ValueError if none is."""
     table = _table()
     spelled = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
     for each in (spelled, spelled.replace("-", "")):
         if each in table:
             return table[each]
     near = difflib.get_close_matches(spelled, table, cutoff=0.4) or list(table)
-    # The name of a family suggests its members: a100 suggests a100-80 and a100-40.
+    # For the beginning of names, suggest these: a100-80 and a100-40 for a100.
     *first, last = [each for each in table if each.startswith(f"{spelled}-")] or near
     meant = f"{', '.join(first)} or {last}" if first else last
     message = f"no device is called {name!r}; did you mean {meant}? A file of your own has the form of {_TABLE.name}"
@@ -61,9 +61,9 @@ def find_device(name: str) -> Device:
 
 
 def find_devices(text: str, file: str | Path | None = None) -> Devices:
-    """Find devices in the table, or in a file like it, by text: "h100" or "h100:8"; "" is the only device of a file.
+    """Return the devices "h100" or "h100:8" (eight of them) of the table, or of a file like it; "" is its only device.
 
-    Raises ValueError for an unknown name or count, and the errors of `device_from_file`.
+    Raises ValueError for an unknown name or a wrong number, and the errors of `device_from_file`.
     """
     name, count = split_count(text)
     return Devices(find_device(name) if file is None else device_from_file(file, name or None), count)
@@ -76,9 +76,9 @@ def devices_of(device: str | Device | Devices) -> Devices:
 
 
 def device_from_file(path: str | Path, name: str | None = None) -> Device:
-    """Read a device from the TOML file at `path`, written like `devices.toml`. `name` chooses among several devices.
+    """Read a device from the TOML file at `path`, in the format of `devices.toml`. `name` chooses one of several.
 
-    Raises OSError if the file cannot be read; ValueError if it is no TOML, or if a required entry is missing.
+    Raises OSError if the file cannot be read; ValueError if it is no TOML, or lacks the device or a required entry.
     """
     devices = _read(Path(path))
     if name is None:
@@ -120,7 +120,7 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
     _check_names("cells", cells, _REQUIRED, _OPTIONAL)
     values, said = {}, []
     for cell in cells.keys() - {"efficiencies"}:
-        # An entry is a plain value, or a table of a value and the name of its source.
+        # An entry is a value, or a table with `value` and `source`, the name of an entry of [sources].
         given = cells[cell] if isinstance(cells[cell], dict) and "value" in cells[cell] else {"value": cells[cell]}
         values[cell], source = given["value"], given.get("source", "the file itself")
         if cell in _REQUIRED:

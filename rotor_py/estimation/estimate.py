@@ -1,4 +1,4 @@
-"""`estimate`: predict memory, time and plan of a training step on a simulated device."""
+"""`estimate`: plan a training step for a device that is not present, and predict its memory and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rotor_py.report import Report
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
-    """Name the recurrent layers, for which GPU libraries save other bytes than the CPU's operators; none on a CPU."""
+    """Return the names of recurrent layers if `device` is a GPU: its libraries save other bytes for them than a CPU."""
     found = model.named_modules() if device.vendor != "cpu" else ()
     return tuple(name or type(each).__name__ for name, each in found if isinstance(each, nn.RNNBase | nn.RNNCellBase))
 
@@ -43,8 +43,9 @@ def estimate(
 ) -> Report:
     """Estimate a training step of `model` on `device`, which need not be present, and plan it.
 
-    Runs no kernels and allocates no parameters, activations or optimizer state, so a model may exceed this machine's
-    memory. Tensor bytes are exact, peaks are predicted, and times follow from assumptions that the report names.
+    Runs on fake tensors, without kernels and without memory for parameters, activations or optimizer state, so the
+    model may be larger than this machine. Bytes of tensors are exact, peaks are predicted, and seconds rest on
+    assumptions that the report names.
 
     Args:
         model: any model, which stays unchanged and may be on the meta device; or a function that makes one, so that
@@ -53,24 +54,24 @@ def estimate(
             dtypes count. An attention mask is assumed to mask nothing.
         device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight
             devices that shard the parameters by `fully_shard`; the report is about one of them and its own batch.
-        optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
-        loss: a function of the output, whose tensors are on the CPU, that returns the loss.
+        optimizer: the model's optimizer, or a function of the parameters that makes one, such as `torch.optim.AdamW`.
+        loss: a function of the output that returns the loss. All tensors are fake and on the CPU.
         mem_limit: limit of a whole step's peak: bytes, "60GB", "80%". None is 90 % of the memory available to PyTorch,
             or less if the allocator would reserve more than the device has.
         fresh_grads: whether gradients are freed between steps (`zero_grad(set_to_none=True)`).
-        mem_slots: memory resolution of the solver.
+        mem_slots: least number of units in which the solver counts memory.
         shard: how parameters are sharded over several devices: "blocks", the default, gathers each layer of a list of
             similar layers separately and other parameters together; "whole" gathers all at once. Or a function of the
                 model and the mesh that calls `fully_shard`.
         precision: the dtype in which "blocks" and "whole" gather parameters and run layers.
-        offload: "host": activations may be offloaded to host memory, over the link in the table.
-        autocast: forward and loss run under `torch.autocast` with this dtype, by CUDA's rules.
+        offload: "host": activations may be offloaded to host memory, at the table's bandwidth to the host (`pcie`).
+        autocast: forward and loss run under `torch.autocast` with this dtype, by the rules that hold on CUDA.
 
     Raises:
         InfeasibleError: no plan fits the device. `min_bytes` is the least limit, or a lower bound of it if the step is
             refused before it is measured.
-        UnsupportedModelError: the model cannot be planned, or its forward depends on values.
-        ValueError: the device is not in the table; `shard` or `precision` with a single device.
+        UnsupportedModelError: the model cannot be planned, or it reads values of tensors.
+        ValueError: the device is not in the table, or `shard` or `precision` is given for a single device.
     """
     devices = devices_of(device)
     target = SimulatedDevices(devices, shard=shard, precision=precision)

@@ -1,10 +1,11 @@
 """Build models without allocating their tensors, and copy models onto fake tensors.
 
-Models are built on the meta device, except for values that libraries read while building, which are on the CPU. To run
-a model, `FakeCopies` replaces every tensor by a fake CPU tensor with the same layout and sharing.
+Models are built on the meta device, except tensors that a library makes on the CPU to read them. To run a model,
+`FakeCopies` copies it with a fake CPU tensor for every tensor, of the same strides, and with the same shared storages.
 
-For some results, PyTorch's meta kernels copy the gradient's layout, where real kernels return a contiguous result or
-the input's layout. `_LAYOUTS` lists these operators, found by comparing strides in real and fake steps (torch 2.13).
+Fake results have the strides that PyTorch's meta kernels give them. For some backwards these are the gradient's, where
+real kernels return a contiguous result or the input's strides. `_LAYOUTS` lists these operators, found by comparing
+real and fake steps (torch 2.13).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_o
 _aten = torch.ops.aten
 
 
-# Index of the argument whose memory format, channels last or contiguous, the first result has
-# (`suggest_memory_format`). None: the first result is always contiguous.
+# Index of the argument whose memory format, channels last or contiguous (`suggest_memory_format`), a real kernel gives
+# its first result. None: it makes this always contiguous.
 _LAYOUTS: dict[Any, int | None] = {
     _aten.native_layer_norm_backward.default: None,
     _aten._log_softmax_backward_data.default: None,
@@ -34,19 +35,19 @@ _LAYOUTS: dict[Any, int | None] = {
     _aten.native_dropout_backward.default: 0,  # CUDA only
 }
 
-# Operators that allocate a result as large as their input and then resize it: a smaller result keeps the memory.
+# Operators that allocate a result as large as their input, then resize it: a smaller result has the larger storage.
 # (`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`.)
 _MADE_AS_LARGE = (_aten.col2im.default, _aten.im2col.default)
 
-# Operators with a storage argument. The cache of fake tensors is keyed by arguments and would hold the storage forever.
+# Operators with a storage argument, which the cache of `FakeTensorMode`, whose keys are arguments, would hold forever.
 _OF_STORAGES = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
 
 
 class DeviceFakeMode(FakeTensorMode):
-    """Fake tensor mode: tensors take no memory, and operators compute nothing."""
+    """Fake tensor mode, with the strides and storage sizes of results that real kernels return."""
 
     def __init__(self) -> None:
-        # A loss may use real tensors, such as a target.
+        # A loss may read real tensors, such as targets.
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,12 +78,12 @@ class DeviceFakeMode(FakeTensorMode):
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-# Python modules with functions that initialize tensors. Some of these read values, which meta tensors lack.
+# Python modules of functions that initialize tensors. Some read values, which a meta tensor does not have.
 _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
 
 
 class FakeCopies:
-    """Makes fake copies of tensors and models. Remembers its copies, so that shared tensors stay shared."""
+    """Makes fake copies of tensors and models. A tensor is copied once, so that what shares it shares its copy."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -103,7 +104,7 @@ class FakeCopies:
         return tree_map_only(torch.Tensor, self.tensor, value)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Copy an optimizer and its state onto the copied parameters."""
+        """Return a copy of an optimizer, for the copied parameters, with a copied state."""
         found = copy.copy(optimizer)
         found.param_groups = [
             {**group, "params": [self.tensor(each) for each in group["params"]]} for group in optimizer.param_groups
@@ -114,14 +115,14 @@ class FakeCopies:
         return found
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake copy of a tensor, the same one each time."""
+        """Return the fake copy of a tensor: the same object at each call."""
         if id(tensor) not in self._copies:
             number = tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
             self._copies[id(tensor)] = tensor, self._number(tensor) if number else self._copied(tensor)
         return self._copies[id(tensor)][1]
 
     def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a single number with its value, 0 if it has none: optimizers and batch norms read step counts."""
+        """Copy a tensor without dimensions with its value, 0 on "meta": optimizers and batch norms read step counts."""
         with unset_fake_temporarily():
             value = tensor.item() if has_values(tensor) else 0
         with self._mode:
@@ -148,7 +149,7 @@ class FakeCopies:
 
 @contextmanager
 def construct_on_meta() -> Iterator[None]:
-    """Within the context, build models on the meta device, without initial values, which do not change costs."""
+    """Within the context, models are built on the meta device, and functions that set initial values do nothing."""
     with ExitStack() as stack:
         for name in _INITIALIZERS:
             if (module := sys.modules.get(name)) is not None:

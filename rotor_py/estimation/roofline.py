@@ -1,8 +1,9 @@
-"""Predict the seconds of an operator from its operations and its bytes, and the scratch bytes of its CUDA kernel.
+"""Predict an operator's seconds, from its floating point operations and bytes, and the scratch of its CUDA kernel.
 
-    seconds = launch, or max(operations / (rate × efficiency), bytes / (bandwidth × efficiency)), whichever is longer
+    seconds = max(launch, operations / (rate × efficiency), bytes / (bandwidth × efficiency))
 
-Williams, Waterman, Patterson, "Roofline", 2009: the scarcer resource bounds the time.
+Williams, Waterman, Patterson, "Roofline", 2009: an operator takes as long as its computation or its memory traffic,
+whichever is slower. A kernel takes at least the time of its launch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ATTENTION_BACKWARD = {getattr(aten, f"{each.__name__}_backward") for each in ATT
 
 
 def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return the argument `name`, given or default; None if the operator has no such argument."""
+    """Return a call's value of the argument `name`, given or default; None if the operator has no such argument."""
     for number, one in enumerate(func._schema.arguments):
         if one.name == name:
             return args[number] if number < len(args) else kwargs.get(name, one.default_value)
@@ -42,30 +43,30 @@ def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 def query_key_value(
     func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Return query, key and value of an attention, forward or backward: (batch, heads, length, width) each."""
+    """Return query, key and value of a call of attention or its backward, each (batch, heads, length, width)."""
     return tuple(argument(func, args, kwargs, name) for name in ("query", "key", "value"))
 
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
-# The CPU's operator for a whole LSTM layer stands for cuDNN's. Other recurrent layers run as matrix products.
+# The CPU's operator for a whole LSTM layer, which stands in for cuDNN's. Other recurrent layers run as matrix products.
 _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
-# Operators that read and write no element, besides views.
+# Operators other than views that read and write no elements.
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
-# Operators that do not read the tensor they overwrite.
+# In-place operators that do not read the tensor that they overwrite.
 _WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.bernoulli_, aten.random_,
                aten._foreach_copy_, aten._foreach_zero_}  # fmt: skip
 # Operators that read as many elements of their first tensor as they return.
 _ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-# Losses that read one number per target, and their backwards, which write a whole gradient.
+# Losses that read one element of the input for each target, and their backwards, which write a whole gradient.
 _ONE_OF_EACH_ROW = {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.nll_loss_backward, aten.nll_loss2d_backward}
-# Namespaces of collectives, which take no time: they are assumed to overlap with computation.
+# Namespaces of collectives. They are assumed to overlap with computation, so they add no time.
 _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating point operations of one operator, and bytes read and written. `kind` chooses the efficiency."""
+    """Floating point operations and bytes read and written of one call. `kind` names the efficiency that applies."""
 
     operations: int
     bytes: int
@@ -114,7 +115,7 @@ def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
     """Count the floating point operations of matrix products, convolutions and attention; 0 for other operators."""
     packet = func.overloadpacket
     if packet in ATTENTION or packet in ATTENTION_BACKWARD:
-        # Not by PyTorch's formula, which requires as many key heads as query heads and ignores causal masks.
+        # Not by PyTorch's formula, which refuses fewer key heads than query heads and ignores causal masks.
         query, key, value = query_key_value(func, args, kwargs)
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
         # The forward has two matrix products; the backward, which recomputes the scores, has five.
@@ -130,7 +131,7 @@ def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
 
 
 def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count the bytes read and written: each tensor once, and repeated elements of an expanded tensor once."""
+    """Count the bytes that a call reads and writes: each tensor once, and elements of an expanded tensor once."""
     packet = func.overloadpacket
     if func.is_view or packet in _FREE or func.namespace in _OTHERS:
         return 0
@@ -149,7 +150,7 @@ def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def touched(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the bytes of `tensors`, equal views once; a dimension of stride 0 counts as one element."""
+    """Count the bytes of `tensors`: equal views once, and a dimension of stride 0 (expanded) as one element."""
     seen: set[tuple[Any, ...]] = set()
     total = 0
     for tensor in tensors:
@@ -169,13 +170,13 @@ def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _dtype(args: Sequence[Any]) -> torch.dtype:
-    """Return the narrowest dtype, that of the factors. Statistics and the addend of `addmm` may be wider."""
+    """Return the narrowest dtype, that of a product's factors. Statistics and the addend of `addmm` may be wider."""
     found = [each.dtype for each in tensors_in(args) if each.dtype.is_floating_point or each.dtype.is_complex]
     return min(found, key=lambda each: each.itemsize, default=torch.float32)
 
 
-# Scratch bytes that CUDA's kernels request from PyTorch's allocator and that no graph shows. Each formula cites the
-# function of PyTorch that it follows. cuDNN's workspace for convolutions depends on its heuristics, so it is assumed.
+# Scratch bytes that CUDA's kernels request from PyTorch's allocator inside an operator, where no dispatch mode sees
+# them. Each function names that of PyTorch whose requests it adds up. cuDNN's workspace for convolutions is assumed.
 
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)  # Since torch 2.8.
 _THREADS = 132 * 2048  # resident threads of an H100
@@ -184,7 +185,7 @@ _Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]
 
 
 def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the scratch bytes of `func` on CUDA, beyond arguments and result; 0 for an operator without formula."""
+    """Return the bytes that `func` takes on CUDA besides arguments and result, while it runs; 0 if not known."""
     found = _SCRATCH.get(func.overloadpacket)
     return 0 if found is None else found((func, args, kwargs, out))
 
@@ -192,8 +193,8 @@ def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
 def _flash_backward(call: _Call) -> int:
     """`mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
-    Accumulates the queries' gradient in 32 bits. With fewer key heads than query heads, first computes the keys'
-    gradient for every query head. Copies the output and its gradient unless a token's heads are contiguous
+    Sums the gradient of queries in 32 bits. With fewer key heads than query heads, first computes gradients of keys and
+    values for every query head. Copies the output and its gradient unless all heads of a token are contiguous
     (`_flash_attention_backward` in attention_backward.cu).
     """
     given = (argument(*call[:3], name) for name in ("grad_out", "out"))
@@ -214,8 +215,8 @@ def _flash_sums(call: _Call) -> int:
 def _efficient_backward(call: _Call) -> int:
     """`_efficient_attention_backward` in attention_backward.cu: `delta`, and the workspace of kernel_backward.h.
 
-    Accumulates the queries' gradient over splits of the keys in 32 bits, for any dtype (`kNeedsAccumGradQ`), in blocks
-    of 128 rows and 64 columns; the gradients of keys and values only for half-precision heads wider than 128.
+    Sums the gradient of queries in 32 bits whatever the dtype (`kNeedsAccumGradQ`), in blocks of 128 rows and 64
+    columns, and those of keys and values only for half-precision heads wider than 128.
     """
     query, key, value = query_key_value(*call[:3])
     batch, heads, length, width = query.shape
@@ -229,7 +230,7 @@ def _efficient_backward(call: _Call) -> int:
 def _embedding_backward(call: _Call) -> int:
     """`embedding_dense_backward_cuda` in Embedding.cu, `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
 
-    Sorts the indices, then sums the rows of each index in 32 bits, ten at a time (NROWS_PER_THREAD), and their sums.
+    Sorts the indices, then sums the gradient's rows of each in 32 bits: by tens (NROWS_PER_THREAD), then the tens.
     """
     func, args, kwargs, _ = call
     gradient, indices = args[0], argument(func, args, kwargs, "indices")
@@ -239,14 +240,14 @@ def _embedding_backward(call: _Call) -> int:
     segments = min(count, int(rows))
     partial = count // 10 + segments
     width: int = max(_FLOAT, gradient.element_size())
-    # Sorted indices and positions stay in memory. Sorting needs also a range and cub's copy of both; summing needs the
-    # offsets of segments and of their parts, and the partial sums.
+    # Sorted indices and their positions stay in memory. While sorting, the unsorted positions and cub's copies of both
+    # come on top; while summing, offsets of the rows of each index and of their parts, and the partial sums.
     summing = (3 * segments + partial) * each + partial * int(gradient.shape[-1]) * width
     return 2 * count * each + max(3 * count * each, summing)
 
 
 def _index_put(call: _Call) -> int:
-    """`index_put_with_sort_kernel` in Indexing.cu, for `accumulate`: indices and a range, both sorted, cub's copies."""
+    """`index_put_with_sort_kernel` in Indexing.cu, if `accumulate`: indices, positions, both sorted, cub's copies."""
     func, args, kwargs, _ = call
     if not argument(func, args, kwargs, "accumulate"):
         return 0
@@ -261,13 +262,13 @@ def _sort(call: _Call) -> int:
 
 
 def _im2col(call: _Call) -> int:
-    """`im2col_cuda` in Im2Col.cu allocates a result as large as the image, and a second one if the result is larger."""
+    """`im2col_cuda` in Im2Col.cu: a result as large as the image, which is replaced if the result has to be larger."""
     given, out = tensors_in(call[1])[0], call[3]
     return int(given.nbytes) if out.numel() > given.numel() else 0
 
 
 def _sum(call: _Call) -> int:
-    """Scratch bytes of a sum over leading dimensions, such as a bias's gradient; 0 for other sums."""
+    """Scratch bytes of a sum over the first dimensions, such as the gradient of a bias; 0 for other sums."""
     given, sizes = tensors_in(call[1])[0], argument(*call[:3], "dim")
     dims = sorted(each % given.dim() for each in sizes or ())
     leading = dims and len(dims) < given.dim() and dims == list(range(len(dims)))
@@ -280,8 +281,8 @@ def _sum(call: _Call) -> int:
 def _column_sums(rows: int, width: int) -> int:
     """`setReduceConfig` and `global_memory_size` in Reduce.cuh: blocks share rows and accumulate in global memory.
 
-    A block has 32 threads with 4 columns each and reads 4 rows at a time; each thread adds 16 to 256 numbers. Confirmed
-    on an H100 for 512 to 4096 rows of 256 to 1024 columns.
+    A thread block covers 128 columns, 4 by each of 32 threads, and reads 4 rows at a time; a thread adds 16 to 256
+    elements of a column. Measured bytes on an H100 agree for 512 to 4096 rows of 256 to 1024 columns.
     """
     if rows < 1024:
         return 0

@@ -1,4 +1,4 @@
-"""Take a training step on fake tensors, and predict the bytes that the allocator reserves for it."""
+"""Take training steps on fake tensors, to predict the bytes that CUDA's caching allocator reserves for them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from rotor_solver import InfeasibleError
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A training step of `network` on `value`, taken by calling the object. The step holds the output to its end.
+    """A training step of `network` on the input `value`. A call takes the step, holding its outputs to the end.
 
-    Without a `loss`, the output's scalar with a gradient is the loss, or else every output tensor gets a gradient. Runs
-    as many forwards in flight as the network was planned for. With `fresh_grads`, frees gradients at the end. Forward
-    and loss run under autocast with the dtype `autocast`, if any; the backward runs outside, as in training.
+    Without a `loss`, the first scalar of the output that requires a gradient is the loss, or else a scalar made from
+    all output tensors. Runs as many forwards before a backward as were planned. With `fresh_grads`, frees gradients at
+    the end. Forward and loss, not the backward, run under autocast with the dtype `autocast`.
     """
 
     network: Checkpointable
@@ -73,14 +73,14 @@ class SimulatedStep:
             self.network.zero_grad()
 
     def prepare(self) -> None:
-        """Allocate gradients and the optimizer's state without forward and backward; `fresh_grads` frees gradients."""
+        """Step the optimizer with arbitrary gradients, so that its state exists; `fresh_grads` then frees them."""
         for parameter in self.network.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         self._step_optimizer()
 
     def present(self) -> list[torch.Tensor]:
-        """Return the tensors that exist before the step."""
+        """Return the tensors in memory before the step."""
         parameters = list(self.network.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
@@ -88,7 +88,7 @@ class SimulatedStep:
 
     @contextmanager
     def state_restored(self) -> Iterator[None]:
-        """Restore gradients and optimizer state at the end of the context; the network does not watch its steps."""
+        """Restore gradients and optimizer state at the end of the context, in which steps are not watched."""
         gradients = {each: each.grad for each in self.network.parameters()}
         state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
         watch, self.network.watch = self.network.watch, False
@@ -111,9 +111,9 @@ def _loss_in(output: Any) -> torch.Tensor:
 
 
 class FollowedStep(FollowedStorages):
-    """Context that records allocator requests: storages made and freed inside it, and scratch memory of kernels.
+    """Context that lists in `events` what CUDA's allocator would be asked for: storages, and scratch of kernels.
 
-    The first events request the workspaces that libraries on `device` keep, and the tensors `present`.
+    The first events allocate the workspaces that libraries keep on `device`, and the tensors `present`.
     """
 
     def __init__(self, present: Iterable[torch.Tensor] = (), device: Device | None = None) -> None:
@@ -128,7 +128,7 @@ class FollowedStep(FollowedStorages):
         self._before = len(self.events)
 
     def risen(self) -> int:
-        """Return the step's peak bytes minus the bytes at its start."""
+        """Return by how many bytes the peak exceeds the bytes at the entry of the context."""
         return most_bytes(self.events, self._before)
 
     def taken(self, number: int, size: int) -> None:
@@ -152,7 +152,7 @@ def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
 
 
 def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
-    """Return the peak of reserved bytes; if it exceeds `usable`, the memory that suffices, to within a segment."""
+    """Return the peak of reserved bytes. If `usable` bytes do not suffice, return how many do, to within a segment."""
     much, little = replay(events, expandable=expandable).reserved_bytes, usable
     if much <= usable:
         return much
@@ -168,41 +168,41 @@ def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
     return much
 
 
-# Most replans with a smaller limit. A guess: reserved bytes follow the limit closely; with too few, plans may not fit.
+# Most times that a smaller limit is tried. A guess: reserved bytes follow the limit; with too few, plans may not fit.
 _ROUNDS = 2
 
 
 def find_reservation(
     step: SimulatedStep, device: Device, requests: Callable[[], Sequence[Event]], *, keep_limit: bool
 ) -> Reservation:
-    """Predict the bytes that the allocator of `device` reserves for a planned step, from its `requests`.
+    """Predict the bytes that the allocator of `device` reserves for the planned `step`, whose `requests` it replays.
 
-    Unless `keep_limit`, lowers the limit and replans while the allocator would reserve more than the device has.
+    Unless `keep_limit`, plans again for a lower limit, up to `_ROUNDS` times, while that is more than the device has.
     """
     network = step.network
     for attempt in range(_ROUNDS + 1):
         budget, sequence, limit = network.budget, network.sequence, network.mem_limit
         assert budget is not None
         assert sequence is not None
-        # The plan's peak is a lower bound: it assumes the worst order of backwards, and the trace shows one order.
+        # At least the plan's peak, which is for the worst order of several backwards: the trace is for one.
         found = reservation_of(requests(), device).at_least(budget.peak_bytes(sequence))
-        # Subtract from the plan's peak, not from the limit: a limit above the peak would not change the plan.
+        # Less than the plan's peak, not just than the limit: with a limit above the peak, the plan would be the same.
         smaller = budget.peak_bytes(sequence) - found.missing_bytes
         if keep_limit or attempt == _ROUNDS or not found.missing_bytes or smaller < budget.least_bytes():
             break
         network.mem_limit = smaller
         try:
             network.compute_sequence()
-        except InfeasibleError:  # processes that share the plan may need more than the least limit
+        except InfeasibleError:  # another process that shares the plan may need more than this one's least limit
             network.mem_limit, network.sequence = limit, sequence
             break
     return found
 
 
 def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
-    """Trace two steps: the first allocates the optimizer's state, which fragments the memory of the second."""
+    """Trace two steps: the first allocates the optimizer's state between other blocks, which the second finds there."""
     with step.state_restored():
-        step()  # not traced: a plan's first step does extra work, such as capturing the model
+        step()  # not traced: a plan's first step does more than others, such as capturing the model
     with step.state_restored():
         followed = FollowedStep(step.present(), device)
         with followed:
@@ -211,15 +211,15 @@ def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
     return followed
 
 
-# FSDP decides during a step which parameters it gathers at once. Real processes plan with an upper bound of their
-# bytes (`gathered_bytes`). A simulation replaces the bound by bytes observed in steps on fake tensors.
+# Which gathered parameters are in memory together, FSDP decides during a step. Real processes plan with an upper bound
+# of their bytes (`gathered_bytes`). A simulation replaces this bound by the bytes that steps on fake tensors take.
 
 _GATHERING = 1
 
 
 @contextmanager
 def gathering_apart(step: FollowedStep) -> Iterator[None]:
-    """Trace FSDP2's all-gather buffers on a stream of their own, as on CUDA: each stream has pools of its own."""
+    """Within the context, requests of FSDP2's all-gathers are on a stream, hence in pools, of their own, as on CUDA."""
     group: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     if group is None:  # no sharding
         yield
@@ -240,29 +240,30 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
         group.foreach_all_gather = gather
 
 
-# Slack by round, as a share of the last step's communication bytes: a plan with less memory recomputes other stages,
-# which gather other parameters and may need more. Guesses: too much wastes memory; without any, the rounds for a Llama
-# of 80 layers did not converge.
+# Each round of `find_room` plans with the communication bytes of the last plan's step, plus this share of them: a plan
+# with less memory recomputes other stages, which gather other parameters and may need more. Guesses: too much wastes
+# memory; without any, no plan for a Llama of 80 layers kept to its bytes.
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 
 
 class Communication:
-    """Traces planned steps of sharded models on `device` for their communication bytes. Traces each plan once."""
+    """Finds how many bytes of FSDP's gathered parameters and buffers planned steps take, by steps on fake tensors."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: tuple[Checkpointable, rotor_solver.Sequence, FollowedStep] | None = None
 
     def requests(self, step: SimulatedStep) -> list[Event]:
-        """Return the allocator requests of two planned steps, with the optimizer's state already allocated."""
+        """Return the allocator requests of two planned steps in a row, with the optimizer's state already allocated."""
         followed = self._followed(step)
         _trace(step, followed)
         return followed.events
 
     def find_room(self, step: SimulatedStep) -> None:
-        """Plan the measured network of `step` with the communication bytes that the step takes.
+        """Plan the measured network of `step` with as many communication bytes as its planned step takes.
 
-        If no step stays within its planned bytes, restores the upper bound. If no plan fits, the next planning raises.
+        If in no round the step keeps to its planned bytes, plans have the upper bound again. If no plan fits, nothing
+        is raised here: `compute_sequence` raises again when it is called next.
         """
         network = step.network
         budget = network.budget
@@ -282,7 +283,7 @@ class Communication:
         network.divide(budget)
 
     def promise(self, step: SimulatedStep) -> None:
-        """Raise the communication bytes to those of the current plan's step, and the limit to the resulting peak."""
+        """Raise the plan's communication bytes to those that its step takes, and the limit to the peak with them."""
         network = step.network
         plan, budget = network.sequence, network.budget
         assert plan is not None
@@ -295,7 +296,7 @@ class Communication:
             network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
 
     def _taken(self, step: SimulatedStep) -> int:
-        """Return the communication bytes with which the plan's predicted peak equals the traced step's."""
+        """Return the communication bytes with which the plan's predicted peak is that of a step on fake tensors."""
         followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
         assert plan is not None
         assert budget is not None

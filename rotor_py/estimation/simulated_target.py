@@ -1,7 +1,7 @@
-"""Simulate the devices that a step is planned for: instruments, sharding and the process group.
+"""Simulate the devices that a step is planned for: predicted memory and times, sharding, and the process group.
 
-With PyTorch's "fake" backend, collectives return at once with arbitrary values. A simulation needs only shapes, so one
-process shows the memory of each process, however many there are.
+With PyTorch's "fake" backend, collectives return at once, with arbitrary values. As only shapes matter here, this one
+process shows the memory of each of any number of processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rotor_py.estimation.simulated_step import Communication, SimulatedStep, fin
 _BOTH_WAYS = 0.8
 
 
-# Predicted seconds of (operator, arguments, keywords, result).
+# Predicts the seconds of a call, given (operator, arguments, keywords, result).
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 
 
@@ -55,7 +55,7 @@ class PredictedStopwatch(torch_compat.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let TorchDynamo capture inside the mode: its graphs run operator by operator, and are timed."""
+        """Let TorchDynamo capture inside the mode, which else prevents it. Operators of its graphs come here, too."""
         return True
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class PredictedStopwatch(torch_compat.TorchDispatchMode):
 
 
 class PredictedMeter:
-    """Measures, by phase, the bytes of storages created inside it and the scratch memory of kernels."""
+    """Counts, for each phase begun by `mark`, the bytes of storages made inside the context, and scratch of kernels."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.phases: dict[str, Phase] = {}
@@ -109,11 +109,12 @@ _FAKE = Storages(1, fake=True)
 
 @dataclass(frozen=True, slots=True)
 class PredictedDevice:
-    """A simulated device of some `kind` with `memory_bytes` free, of which libraries use `workspace_bytes`.
+    """A simulated device of the type `kind`, with `memory_bytes` free, of which libraries use `workspace_bytes`.
 
     It is one of `count` equal devices that train one model together. `host_bandwidth` is the bytes per second of copies
-    to and from the host, both directions at once. `seconds` and `scratch` predict the time and the scratch bytes of an
-    operator. Inside the context `operators`, PyTorch runs the operators of this kind. All tensors are fake, on the CPU.
+    to or from the host, with both directions busy. `seconds` and `scratch` predict seconds and scratch bytes of an
+    operator. Inside the context `operators`, PyTorch runs the operators of such a device. All tensors are fake, on the
+    CPU.
     """
 
     kind: str
@@ -139,7 +140,7 @@ class PredictedDevice:
 
 
 def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
-    """Simulate `device`, one of `count`: its allocator's block size, its operators, and their times by the roofline."""
+    """Simulate `device`, one of `count`: its memory, its operators, and their seconds by `operator_seconds`."""
     return PredictedDevice(
         kind="cuda",
         name=device.name,
@@ -160,7 +161,7 @@ Sharding = Literal["blocks", "whole"]
 def shard_parameters(
     model: nn.Module, mesh: DeviceMesh, sharding: Sharding = "blocks", precision: torch.dtype | None = None
 ) -> None:
-    """Shard parameters over `mesh`. Modules run in the dtype `precision`, if any, and reduce gradients in 32 bits."""
+    """Apply `fully_shard` over `mesh`. With `precision`, modules run in this dtype and reduce gradients in 32 bits."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(precision, None if precision is None else torch.float32)
@@ -169,7 +170,7 @@ def shard_parameters(
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that have children and whose class repeats in a list: a transformer's layers."""
+    """Yield the outermost modules with children that share their class in a list, such as a transformer's layers."""
     classes = Counter(map(type, module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ()))
     for child in module.children():
         if classes[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters()):
@@ -180,17 +181,17 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def world_of(size: int) -> Iterator[DeviceMesh]:
-    """Make this process the first of `size` simulated ones within the context; yields a mesh of all."""
+    """Within the context, this process is the first of `size` simulated ones. Yields a device mesh of all."""
     if not dist.is_available():
         message = "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
         raise UnsupportedModelError(message, kind="no_distributed")
     if dist.is_initialized():
         message = "predict a step of several devices before init_process_group, or in a separate process"
         raise UnsupportedModelError(message, kind="has_process_group")
-    # Importing the store registers the "fake" backend.
+    # The import of `FakeStore` registers the "fake" backend.
     dist.init_process_group("fake", rank=0, world_size=size, store=torch_compat.FakeStore())
     try:
-        with torch_compat.unset_fake_temporarily():  # a mesh reads the values of its tensor of ranks
+        with torch_compat.unset_fake_temporarily():  # a mesh reads the ranks from a tensor, which must not be fake
             mesh = init_device_mesh("cpu", (size,))
         yield mesh
     finally:
@@ -203,8 +204,8 @@ Shard = Callable[[nn.Module, DeviceMesh], object] | Sharding
 class SimulatedDevices:
     """Converts, measures and plans models for simulated `devices`.
 
-    With several devices, `shard` shards the parameters: a function of the model and the mesh, or "blocks" (the default)
-    or "whole", which gather in `precision`.
+    With several devices, `shard` says how parameters are sharded: "blocks" (the default) or "whole", which gather in
+    the dtype `precision`, or a function of the model and the mesh that calls `fully_shard`.
     """
 
     def __init__(self, devices: Devices, *, shard: Shard | None = None, precision: torch.dtype | None = None) -> None:
@@ -227,11 +228,11 @@ class SimulatedDevices:
         self._mode = DeviceFakeMode()
         self.fakes = FakeCopies(self._mode)  # makes fake copies of models, samples and optimizers
 
-    making = staticmethod(construct_on_meta)  # build models on the meta device within the context
+    making = staticmethod(construct_on_meta)  # context in which models are built on the meta device
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Within the context, this process is the first of one per device. Enter it before calling other methods."""
+        """Context around all other methods but `making`: in it, this process is the first of one for each device."""
         if self.devices.count == 1:
             yield
             return
@@ -239,7 +240,7 @@ class SimulatedDevices:
             yield
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Return a fake copy of a model with this process's shard of the parameters."""
+        """Return a copy of `model` on fake tensors; with several devices, sharded over them."""
         found = self.fakes.model(model)
         if self._mesh is not None:
             with self.measuring():
@@ -247,7 +248,7 @@ class SimulatedDevices:
         return found
 
     def follow(self, step: SimulatedStep) -> None:
-        """Set the communication bytes of a measured sharded model to those that its planned `step` takes."""
+        """With several devices, plan the measured model of `step` with the communication bytes that its step takes."""
         if self._mesh is not None:
             self._communication.find_room(step)
 
@@ -262,7 +263,7 @@ class SimulatedDevices:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Within the context, make new tensors fake, and predict measurements for the device."""
+        """Within the context, new tensors are fake, and measuring predicts bytes and seconds on the device."""
         device = self.devices.each
         casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()
         try:

@@ -1,4 +1,4 @@
-"""Plan models in place with a callback or hook, for trainers that own the model.
+"""Plan models in place: a callback or hook for each trainer that makes the model or hands it to others.
 
-Each module needs its library and is imported by name: `transformers_callback`, `lightning_callback`, `accelerate_hook`.
+Import the module for your trainer, which needs it: `transformers_callback`, `lightning_callback`, `accelerate_hook`.
 """

@@ -23,16 +23,16 @@ except ModuleNotFoundError as error:
 _log = logging.getLogger("rotor_py")
 
 
-class limit_memory:  # noqa: N801  (called like a function, for its effect)
-    """Plan the next model given to `accelerator.prepare`, until `end()` or `accelerator.end_training()`.
+class limit_memory:  # noqa: N801  (users call it like a function)
+    """Train the next model given to `accelerator.prepare` by a plan, until `end()` or `accelerator.end_training()`.
 
-    Plans the first model with trainable parameters. The limit is for one model: a second trainable model stays plain
-    and logs a warning. The limit applies to each process. A `Checkpointable` keeps its own limit.
+    Plans the first model with trainable parameters, in place. The limit is for one model: a second one trains without a
+    plan, and a warning is logged. The limit applies to each process. A `Checkpointable` keeps its own limit.
 
     Args:
         accelerator: an Accelerator that has not prepared the model yet.
-        mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: mainly `loss`, if the model does not compute it.
+        mem_limit: limit of a whole step's peak, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, if the model has none.
 
     Raises ValueError and TypeError as `Checkpointable` does.
     """
@@ -42,8 +42,8 @@ class limit_memory:  # noqa: N801  (called like a function, for its effect)
         self._accelerator = accelerator
         self._end_training = accelerator.end_training
         self.planned: Checkpointable | None = None
-        """The planned model, for `report()` and `summary()`, once one has been prepared."""
-        # Patch `prepare` as well: FSDP2 and DeepSpeed bypass `prepare_model`.
+        """The planned model, for `report()` and `summary()`; None until one has been prepared."""
+        # Patch `prepare` as well: with FSDP2 and DeepSpeed, it does not call `prepare_model`.
         for name in ("prepare", "prepare_model"):
             setattr(accelerator, name, partial(self._planned_first, getattr(accelerator, name)))
         accelerator.end_training = self._end
@@ -65,7 +65,7 @@ class limit_memory:  # noqa: N801  (called like a function, for its effect)
         self._end_training()
 
     def end(self) -> None:
-        """Restore the plain model and `prepare`; `accelerator.end_training()` does it too."""
+        """Restore the model's own forward and the accelerator's methods; `accelerator.end_training()` does it too."""
         self._models.take_away()
         for name in ("prepare", "prepare_model", "end_training"):
             self._accelerator.__dict__.pop(name, None)

@@ -1,8 +1,7 @@
 """Plan a program's model in place at its first training step; the program needs no changes.
 
-The model is the module with trainable parameters that the program calls in training mode with gradients enabled. That
-call first measures the model, under the step's autocast and modes, and then follows the plan: the plain step, which may
-not fit, is never taken.
+The model is the module with trainable parameters that the program calls in training mode with gradients enabled. Its
+first call measures it, under the call's autocast, and follows the plan: the plain step is not taken.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autoca
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """Observations of a first training step, right before its optimizer steps."""
+    """What a program's first training step has shown by the moment before `optimizer.step()`."""
 
     network: Checkpointable  # the model, measured and, if a plan fits, planned
-    sample: ForwardArguments  # arguments of the call
-    autocast: tuple[Autocast, ...]  # autocast state around the call
-    optimizer: torch.optim.Optimizer | None  # None if no optimizer of the model stepped
-    own_loss: bool  # whether the model returned its loss: a single number with a gradient
-    others: tuple[nn.Module, ...]  # smaller models that the step trains as well
+    sample: ForwardArguments  # arguments with which the program called the model
+    autocast: tuple[Autocast, ...]  # autocast state of each device type around that call
+    optimizer: torch.optim.Optimizer | None  # None if none of torch's that trains the model is known
+    own_loss: bool  # whether the model returned a loss: a tensor without dimensions that requires a gradient
+    others: tuple[nn.Module, ...]  # models with fewer trained elements that optimizers train as well
 
 
 class NoTrainingStepError(UnsupportedModelError):
@@ -46,22 +45,20 @@ class NoTrainingStepError(UnsupportedModelError):
 
 
 class FirstTrainingStep:
-    """Waits inside `watched()` for a program's first training step, and calls `found` right before its optimizer steps.
+    """Plans the model of a program run inside `watched()`; calls `found` before the optimizer's first step.
 
-    `found` may raise an error, which ends the program. Otherwise the model follows its plan until `take_away()`. If no
-    plan fits, `found` is called before the model runs. If that is certain before measuring, InfeasibleError ends the
-    program instead.
+    `found` may raise an error to end the program. Otherwise the model follows its plan until `take_away()`. If no plan
+    fits, `found` is called before the model runs, and InfeasibleError is raised in the program unless `found` raises.
+    If that is certain before measuring, InfeasibleError is raised without a call of `found`.
 
     Args:
         found: called once, with a `FirstStep`.
-        mem_limit: the peak of a whole step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`. `fresh_grads` is True by default, until gradients exist when a
-            forward begins.
+        mem_limit: limit of a whole step's peak, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`. `fresh_grads` is True until a forward finds gradients.
         limited: whether to refuse, before measuring, a step that cannot fit the limit.
-        closely: as for `Checkpointable.measure`: whether the caller reads a limit off the curve of all plans.
+        closely: whether to measure times more exactly, for a search of the least limit with a given overhead.
 
-        Plans the largest of several trained models. Raises UnsupportedModelError inside the program if that model has a
-        plan already.
+        Plans the model with the most trained elements. Raises UnsupportedModelError in the program if it has a plan.
     """
 
     def __init__(
@@ -83,14 +80,15 @@ class FirstTrainingStep:
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []  # optimizers of other models that have stepped
         self._over = False
-        # the error that ended the program: raised by `found`, or since no plan can fit
+        # error to end the program with: one that `found` raised, or InfeasibleError
         self._ended: BaseException | None = None
         self._cannot_fit: InfeasibleError | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run the program inside. Raises NoTrainingStepError if it ends without a training step or an error."""
-        # Register after the planner's hook, so that the plan passed to `found` counts the optimizer's state.
+        """Run the program in this context. Raises NoTrainingStepError if it ends without error or training step."""
+        # Optimizer hooks run in the order of registration. That of `undeclared_memory.py`, registered when `__init__`
+        # made a `Checkpointable`, runs first, so the plan passed to `found` counts the optimizer's state.
         hook = register_optimizer_step_pre_hook(self._about_to_step)
         try:
             with outermost_calls(self._called) as self._stop:
@@ -121,12 +119,12 @@ class FirstTrainingStep:
             raise NoTrainingStepError(said, kind="no_training_call")
 
     def take_away(self) -> None:
-        """Restore the plain model."""
+        """Restore the model's own forward."""
         if self._planned is not None:
             self._planned.forward.take_away()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        if self._ended is not None:  # the program caught the error, and must not train
+        if self._ended is not None:  # the program caught the error that was to end it: raise it again
             raise self._ended
         if self._over or not (module.training and torch.is_grad_enabled()):
             return run()
@@ -156,7 +154,7 @@ class FirstTrainingStep:
         return output
 
     def _plan(self, module: nn.Module, sample: ForwardArguments, size: int) -> FollowedModel | None:
-        """Plan this model instead of a model planned before. Return None if it cannot be planned."""
+        """Plan `module` in place of the model planned so far, if any. Return None if `module` cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
             name = type(module).__name__
             message = f"{name}, or a part of it, is planned already; print(model.report()) after a step shows its plan"
@@ -182,7 +180,7 @@ class FirstTrainingStep:
             network.compute_sequence()
         except InfeasibleError:
             self._show()
-            raise  # `found` has not ended the program
+            raise  # `_show` returned, so `found` has not raised an error of its own
         self._planned.forward.put()
         return self._planned
 
@@ -190,19 +188,19 @@ class FirstTrainingStep:
         if self._ended is not None:
             raise self._ended
         planned = self._planned
-        # If the optimizer steps in a backward, other gradients are to come: the model's next call ends the step.
+        # If it steps inside a backward, which has more gradients to come, the model's next call ends the step.
         if self._over or planned is None or torch_compat.current_graph_task_id() != -1:
             return
         if planned.went_back and trains(optimizer, planned.model):
             self._show(optimizer)
             return
         trained = [each for each in self._plain if trains(optimizer, each)]
-        if not trained:  # its models were not called, or it is a copy that measures the optimizer's memory
+        if not trained:  # no called model is trained by it, as by the copies on which optimizer memory is measured
             return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
-        # This optimizer steps again, and the planned model got no gradient: that model is not trained, so plan another.
+        # Another model's optimizer steps again before the planned model got a gradient: that is not trained.
         planned.forward.take_away()
         self._plain = {planned.model: planned.size}
         self._planned = None
@@ -224,11 +222,11 @@ class FirstTrainingStep:
 
 
 class _ForwardInFlight:
-    """Marks a forward in flight. Hooks of the forward's output hold it, so it lives as long as the autograd graph."""
+    """Stands for a forward without backward yet; only gradient hooks in its graph refer to it, so both die at once."""
 
 
 class FollowedModel:
-    """The model of `network`, measured on `sample`, with `size` trained elements; `optimizer` trains it, if known."""
+    """The model of `network`, planned in place: it has `size` trained elements; `optimizer` trains it, if known."""
 
     def __init__(
         self,
@@ -251,18 +249,18 @@ class FollowedModel:
         self.forward.measure(sample, closely=self._closely)
 
     def count_gradients(self) -> None:
-        """If gradients exist when a forward begins, plan again for gradients that stay between steps."""
+        """If parameters have gradients when a forward begins, measure again without `fresh_grads`."""
         if self.network.fresh_grads and any(each.grad is not None for each in self.model.parameters()):
             self.network.fresh_grads = False
             self.measure(self.sample)
 
     def make_room_for_forwards(self) -> None:
-        """Plan for the largest number of forwards that were in flight in the step."""
+        """Measure again for the number of forwards in flight that the step had, if more than declared."""
         network = self.network
         if self._most_in_flight <= network.forwards_in_flight:
             return
         assert network.inspection_values is not None
-        loss = network.inspection_values.loss  # costs observed in the step, which measuring would not find
+        loss = network.inspection_values.loss  # scratch that watching the step has found, and measuring would not
         network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
         network.forwards_in_flight = self._most_in_flight
         with restored_autocast(self.autocast, cache=True):
@@ -293,7 +291,7 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
-    """Return the only optimizer that trains the model; None if there are several, none, or one of an unknown kind."""
+    """Return the optimizer that trains the model; None if none or several do, or its memory cannot be predicted."""
     found = [each for each in _optimizers() if trains(each, model)]
     if len(found) != 1:
         return None
@@ -305,24 +303,24 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
 
 def _optimizers() -> list[torch.optim.Optimizer]:
     """Find all live optimizers, without Accelerate's wrappers."""
-    # Compare types: `isinstance` reads `__class__`, for which some objects import a library. Filter at once: the list
-    # includes tuples under construction, which must not be held.
+    # Not `isinstance`: reading `__class__` makes some objects import a library. No reference may be kept to unfinished
+    # tuples, which `get_objects` includes.
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     return [each for each in found if "param_groups" in each.__dict__]
 
 
-# Function called instead of a module, with the call's arguments and a function that makes the original call.
+# Called instead of a module: with the module, its arguments and keywords, and a function that makes the original call.
 Handler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
 
 
 @contextmanager
 def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
-    """Within the context, `handler` intercepts module calls that no other module makes; yields a function to end it.
+    """Within the context, call `handler` instead of modules, except in their own calls. Yields a function to end this.
 
-    Covers only the thread and process that entered the context, and no calls in a backward, which are recomputations.
+    Only in the thread and process that entered the context, and not during a backward, where calls are recomputations.
     """
-    # Torch's global forward hooks miss the keyword arguments that transformers pass. TorchDynamo needs the
-    # `Module.__call__` that it found at its import.
+    # Replaces `Module.__call__`: torch's global forward hooks get no keyword arguments. TorchDynamo works only with the
+    # `__call__` that it found when it was imported.
     kind: Any = nn.Module
     called, here = kind.__call__, (os.getpid(), threading.get_ident())
     inside, watching = False, True
@@ -333,7 +331,7 @@ def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
         elsewhere = here != (os.getpid(), threading.get_ident())
         if inside or elsewhere or torch_compat.current_graph_task_id() != -1:
             return called(self, *args, **kwargs)
-        inside, kind.__call__ = True, called  # restored inside: TorchDynamo inspects it while it captures
+        inside, kind.__call__ = True, called  # restored during the call, in which TorchDynamo may capture
         try:
             return handler(self, args, kwargs, lambda: called(self, *args, **kwargs))
         finally:

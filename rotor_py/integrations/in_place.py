@@ -1,8 +1,8 @@
 """Plan a model in place: the module object stays, and its forward is replaced.
 
-Trainers hold their model in several places: an attribute, the optimizer, DistributedDataParallel, callbacks. All of
-them see the module's attribute `forward`, while a wrapper would have to be inserted in each. Parameter names,
-checkpoints and `type(model)` do not change.
+A trainer refers to its model in several places: its attributes, DistributedDataParallel, callbacks. All of them call
+the new `forward`, while a wrapper module would have to be put into each. Parameter names, checkpoint files and
+`type(model)` do not change.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FORWARD = "forward"
 
 
 class InPlaceForward:
-    """Replaces the forward of `planned.model`: follows the plan in training, and else calls the model's own forward.
+    """Replaces the forward of `planned.model`, until `take_away`: follows the plan where `Checkpointable` would.
 
-    An object, not a closure, so that a copy of the model (for averaged weights, for example) gets its own plan.
+    An object, not a closure, so that `copy.deepcopy(model)`, as for averaged weights, copies the plan, too.
     """
 
     def __init__(self, planned: Checkpointable) -> None:
@@ -37,11 +37,11 @@ class InPlaceForward:
         with suppress(TypeError, ValueError):  # forwards in C may have no signature
             self.__dict__["__signature__"] = inspect.signature(planned.model.forward)
 
-    # `Checkpointable` says why this is not `torch.compiler.disable`.
+    # Not `torch.compiler.disable`, for the reason given in `checkpointable.py`.
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.planned.model
-        if args and args[0] is model:  # Accelerate turns the inner forward into a method when it removes its autocast
+        if args and args[0] is model:  # removing its autocast, Accelerate binds this object to the model as a method
             args = args[1:]
         with self._own_forward(model):
             if not self._planned_now:
@@ -58,14 +58,14 @@ class InPlaceForward:
         self.planned.model.__dict__[_FORWARD] = self
 
     def take_away(self) -> None:
-        """Restore the model's own forward, also for calls through a wrapper that Accelerate put around this one."""
+        """Restore the model's own forward; if Accelerate has wrapped this object, only stop following the plan."""
         self._planned_now = False
         if _forward_in_place(self.planned.model) is self:
             _set_forward(self.planned.model, self._replaced)
 
     @contextmanager
     def _own_forward(self, model: nn.Module) -> Iterator[None]:
-        """Within the context, restore the model's own forward, from which the plan makes its stages."""
+        """Within the context, restore the model's own forward, which is measured, and captured for the stages."""
         outermost = model.__dict__.get(_FORWARD)
         _set_forward(model, self._replaced)
         try:
@@ -75,16 +75,16 @@ class InPlaceForward:
 
 
 class InPlace:
-    """The plans that a callback or hook has made, and has to remove at the end.
+    """The models that a callback or hook has planned in place, until it restores them with `take_away`.
 
-    `settings` are other arguments of `Checkpointable`, which raises ValueError or TypeError for invalid ones.
+    `settings` are other arguments of `Checkpointable`. Raises ValueError or TypeError for invalid ones.
     """
 
     def __init__(self, mem_limit: float | str | None, settings: dict[str, Any]) -> None:
         self._mem_limit = mem_limit
         self._settings = settings
         self._put: list[InPlaceForward] = []
-        # Validate the arguments before there is a model, without a plan and an input, which fit one model only.
+        # Validate the arguments before there is a model, except `plan` and `custom_input`, which fit one model only.
         general = {name: value for name, value in settings.items() if name not in ("plan", "custom_input")}
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **general)
 
@@ -95,8 +95,8 @@ class InPlace:
     def plan(self, model: nn.Module) -> Checkpointable | None:
         """Plan `model` in place and return its `Checkpointable`.
 
-        Returns None for a model that is planned elsewhere, or has a planned part: that plan keeps its limit. A model
-        planned by this object keeps its plan. Raises UnsupportedModelError for a model that cannot be planned.
+        A model that this object has planned before keeps that plan. Returns None if `model` or a part of it follows
+        another plan, which keeps its own limit. Raises UnsupportedModelError for a model that cannot be planned.
         """
         for forward in self._put:
             if forward.planned.model is model:

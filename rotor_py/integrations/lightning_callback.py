@@ -22,28 +22,28 @@ _NAME_IT = "name the module that training_step calls: MemoryLimit(..., network='
 
 
 class MemoryLimit(Callback):
-    """Plan the network of a LightningModule during `fit`; restore it afterwards, also after an error.
+    """Have the network of a LightningModule follow a plan during `fit`; restore its own forward afterwards.
 
     The limit applies to each process. A `Checkpointable` network keeps its own limit.
 
     Args:
-        mem_limit: the peak of a whole training step, as for `Checkpointable`.
+        mem_limit: limit of a whole step's peak, as for `Checkpointable`.
         network: the name of the module that `training_step` calls, such as "model" or "model.encoder", as
             `get_submodule` takes it; "" is the LightningModule itself, for a `training_step` that calls `self(batch)`.
             None: the child with the most parameters.
-        settings: other arguments of `Checkpointable`: mainly `loss`, since the network does not compute it.
+        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the network's output.
 
-        Raises UnsupportedModelError, when `fit` begins, if `network` is None and no child has more than half of the
-        parameters; AttributeError if no module has that name; ValueError and TypeError as `Checkpointable` does.
+        Raises ValueError and TypeError as `Checkpointable` does. `fit` raises AttributeError if no module has that
+        name, and UnsupportedModelError if `network` is None and no child has more than half of the parameters.
     """
 
     def __init__(self, mem_limit: float | str | None = None, network: str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self._network = network
         self.planned: Checkpointable | None = None
-        """The planned network of the last training, for `report()` and `summary()`; None before training."""
+        """The planned network of the last `fit`, for `report()` and `summary()`; None before the first."""
 
-    # Not in `setup`: only here do modules of `configure_model` exist, on their device and in their precision.
+    # Not in `setup`, before which `configure_model` has not run, and the model is not on its device yet.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name = largest_child(pl_module) if self._network is None else self._network
         self.planned = self._models.plan(pl_module.get_submodule(name))
@@ -66,7 +66,7 @@ class MemoryLimit(Callback):
 
 
 def largest_child(module: nn.Module) -> str:
-    """Name the child with the most parameters. Raises UnsupportedModelError if no child has more than half."""
+    """Return the name of the child with more than half of the parameters; raise UnsupportedModelError if none has."""
     sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
     largest = max(sizes, key=lambda name: sizes[name], default=None)
     if largest is None or 2 * sizes[largest] <= sum(p.numel() for p in module.parameters()):

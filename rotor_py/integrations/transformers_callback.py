@@ -18,15 +18,15 @@ except ModuleNotFoundError as error:
 
 
 class MemoryLimit(TrainerCallback):
-    """Plan the model of a `Trainer` during `train()`, and restore it at the end.
+    """Have the model of a `Trainer` follow a plan during `train()`, and restore its own forward at the end.
 
     The limit applies to each process. A `Checkpointable` keeps its own limit.
 
     Args:
-        mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: mainly `loss`, if the model does not compute it.
+        mem_limit: limit of a whole step's peak, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, if the model has none.
 
-    `train()` does not notify callbacks after an error: call `end()` to restore the plain model.
+    After an error in `train()`, which then calls no callback, call `end()` to restore the model's own forward.
 
     Raises ValueError and TypeError as `Checkpointable` does.
     """
@@ -34,12 +34,12 @@ class MemoryLimit(TrainerCallback):
     def __init__(self, mem_limit: float | str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self.planned: Checkpointable | None = None
-        """The planned model of the last training, for `report()` and `summary()`; None before training."""
+        """The planned model of the last `train()`, for `report()` and `summary()`; None before the first."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Plan the model that the trainer has prepared; `model_init` may have made another one before."""
+        """Plan the model that this training uses: with `model_init`, each `train()` makes a new one."""
         if args.n_gpu > 1:
             message = (
                 "start a process for each device (torchrun), or show one of them (CUDA_VISIBLE_DEVICES=0): a plan is "
@@ -52,5 +52,5 @@ class MemoryLimit(TrainerCallback):
         self.end()
 
     def end(self) -> None:
-        """Restore the plain model."""
+        """Restore the model's own forward."""
         self._models.take_away()

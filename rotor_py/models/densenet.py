@@ -1,8 +1,8 @@
 """DenseNet (Huang et al., "Densely connected convolutional networks", arXiv 1608.06993) as a chain of dense layers.
 
 Images are 3 x 224 x 224; any size from 29 x 29 on works. A dense layer reads all earlier maps of its block. In this
-chain, a layer takes the concatenation of these maps and returns it with its own maps appended. The numbers are the
-same, and every layer is a stage. Checkpoints of torchvision's models of the same name load unchanged.
+chain, a layer takes the concatenation of these maps and returns it with its own maps appended. Outputs and gradients
+equal torchvision's, and every layer is a stage. Weights of torchvision's models of the same name load unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rotor_py.models.named_chain import NamedChain
 
 
 class DenseLayer(nn.Module):
-    """`cat(x, new(x))`: a bottleneck of `bn_size * growth_rate` channels makes `growth_rate` new channels."""
+    """Returns `cat(x, new(x))`: `new` makes `growth_rate` channels by way of `bn_size * growth_rate` channels."""
 
     def __init__(self, num_input_features: int, growth_rate: int, bn_size: int, drop_rate: float) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class DenseLayer(nn.Module):
 
 
 class DenseNet(NamedChain):
-    """`features`, made of blocks of `block_config[i]` dense layers with transitions between them, and a classifier.
+    """A stem, blocks of `block_config[i]` dense layers with transitions between them, and a classifier.
 
     The stem makes `num_init_features` channels, and each dense layer adds `growth_rate` after a dropout of rate
     `drop_rate`. Raises ValueError for torchvision's `memory_efficient=True`: the plan decides what to recompute.
@@ -99,7 +99,7 @@ class DenseNet(NamedChain):
 
 
 def _rename_old_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename keys of torchvision's files, such as `denselayer1.norm.1.weight`, to those of its models."""
+    """Rename keys of torchvision's weight files, such as `denselayer1.norm.1.weight`, to those of its models."""
     for key in list(state_dict):
         renamed = re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key)
         if renamed != key and key.startswith(prefix):

@@ -1,8 +1,8 @@
 """Inception v3 (Szegedy et al., "Rethinking the Inception architecture", arXiv 1512.00567) as a chain.
 
 Images are 3 x 299 x 299; any size from 75 x 75 on works. The auxiliary classifier, which cannot be part of a chain, is
-left out, and its weights are skipped when a checkpoint of torchvision's model loads. torchvision runs its pretrained
-weights with `transform_input=True`.
+left out, and its weights are skipped when weights of torchvision's model are loaded. Use `transform_input=True` with
+pretrained weights, as torchvision does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int
     return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(outplanes, eps=0.001), relu=nn.ReLU(inplace=True)))
 
 
-# Blocks concatenate their branches, which run in torchvision's order: the backward sums their gradients in reverse, and
-# another order would round differently.
+# Blocks concatenate the outputs of branches, which run in torchvision's order: the backward sums the gradients of the
+# block's input in the reverse order, and in another order it would round differently.
 
 
 class InceptionA(nn.Module):
@@ -148,8 +148,8 @@ class FromImageNet(nn.Module):
 class Inception3(NamedChain):
     """A stem, eleven blocks of branches, and a linear classifier after a dropout of rate `dropout`.
 
-    `transform_input` converts images normalised for the other networks. `init_weights=False` keeps PyTorch's initial
-    weights. Raises ValueError for `aux_logits=True`: a chain has no auxiliary classifier.
+    `transform_input=True` converts images that are normalised for the other networks. `init_weights=False` keeps
+    PyTorch's initial weights. Raises ValueError for `aux_logits=True`: a chain has no auxiliary classifier.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Inception3(NamedChain):
 
 
 def _without_auxiliary_classifier(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Skip the auxiliary classifier, whose weights are in every file of torchvision."""
+    """Drop the weights of the auxiliary classifier, which torchvision's files have."""
     for key in [key for key in state_dict if key.startswith(f"{prefix}AuxLogits.")]:
         del state_dict[key]
 

@@ -1,13 +1,13 @@
 """ResNet (He et al., "Deep residual learning for image recognition", arXiv 1512.03385) as a chain of blocks.
 
 Images are 3 x 224 x 224; other sizes work too. A bottleneck has its stride in the 3 x 3 convolution, as in torchvision
-("ResNet v1.5"). Checkpoints of torchvision's models of the same name load unchanged.
+("ResNet v1.5"). Weights of torchvision's models of the same name load unchanged.
 
 `PreActResNet` is the pre-activation network of He et al., "Identity mappings in deep residual networks", arXiv
-1603.05027, of depth 9n + 2 for images of 3 x 32 x 32. Normalisation and ReLU come before each convolution, so only
-additions stand between the blocks. As in the authors' program, a block that changes the shape has its stride in its
-first convolution, and its shortcut is a convolution of the activated input. The final average covers the whole image,
-so larger images work too.
+1603.05027, of depth 9n + 2 for images of 3 x 32 x 32. Normalisation and ReLU come before each convolution, so blocks
+end with the addition. As in the authors' program, a block that changes the shape has its stride in its first
+convolution, and its shortcut is a convolution of the activated input. The final average covers the whole image, so
+larger images work too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ResidualBlock(nn.Module):
     relu: nn.ReLU
     downsample: nn.Module | None
     last_norm: str
-    """Name of the normalisation that ends the branch."""
+    """Name of the normalisation at the end of the branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.branch(x)
@@ -41,7 +41,7 @@ class ResidualBlock(nn.Module):
 
 
 class BasicBlock(ResidualBlock):
-    """Two 3 x 3 convolutions. Raises ValueError for groups, another width or a dilation, as torchvision does."""
+    """A block of two 3 x 3 convolutions. Raises ValueError for groups, another width or a dilation, as torchvision."""
 
     expansion, last_norm = 1, "bn2"
 
@@ -77,7 +77,7 @@ class BasicBlock(ResidualBlock):
 
 
 class Bottleneck(ResidualBlock):
-    """A 3 x 3 convolution between two 1 x 1 convolutions that narrow and widen."""
+    """A block of a 3 x 3 convolution between two 1 x 1 convolutions, which narrow and widen."""
 
     expansion, last_norm = 4, "bn3"
 
@@ -115,13 +115,13 @@ class Bottleneck(ResidualBlock):
 class ResNet(NamedChain):
     """A stem, four groups of `layers[0] … layers[3]` blocks, and a linear classifier.
 
-    `groups` and `width_per_group` make ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
-    for each of the last three groups whether it dilates its convolutions instead of halving its input.
-    `norm_layer` makes a normalisation of a given number of channels. `zero_init_residual` starts every block as the
-    identity.
+    `groups` and `width_per_group` are for ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
+    for each of the last three groups whether it dilates its convolutions instead of halving its input. `norm_layer` is
+    called with a number of channels and returns their normalisation. With `zero_init_residual`, every block begins as
+    the identity.
 
-    Raises ValueError if `layers` has not four elements, if `replace_stride_with_dilation` has not three, and for
-    groups, another width or a dilation with basic blocks.
+    Raises ValueError unless `layers` has four elements and `replace_stride_with_dilation` three, and for groups,
+    another width or a dilation with basic blocks.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ResNet(NamedChain):
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, num_classes)
         self.initialise_convolutions()
-        # A branch whose last normalisation scales by zero adds nothing to the shortcut.
+        # A branch whose last normalisation has zeros as weights adds nothing to the shortcut.
         for module in self.modules() if zero_init_residual else ():
             if isinstance(module, ResidualBlock):
                 scale = getattr(module, module.last_norm).weight
@@ -236,7 +236,7 @@ class PreActBottleneck(nn.Module):
 class PreActResNet(NamedChain):
     """A 3 x 3 convolution, three groups of `layers[0] … layers[2]` bottlenecks, and a linear classifier.
 
-    Raises ValueError if `layers` has not three elements.
+    Raises ValueError unless `layers` has three elements.
     """
 
     def __init__(self, layers: Sequence[int], num_classes: int = 10) -> None:

@@ -1,6 +1,6 @@
 """VGG (Simonyan and Zisserman, "Very deep convolutional networks", arXiv 1409.1556), with and without batch norm.
 
-Images are 3 x 224 x 224; any size from 32 x 32 on works. Checkpoints of torchvision's models of the same name load
+Images are 3 x 224 x 224; any size from 32 x 32 on works. Weights of torchvision's models of the same name load
 unchanged.
 """
 
@@ -15,9 +15,9 @@ from rotor_py.models.named_chain import NamedChain
 
 
 class VGG(NamedChain):
-    """`features`, which ends with 512 channels, and a classifier of three linear layers.
+    """The layers of `features`, whose output has 512 channels, and a classifier of three linear layers.
 
-    `init_weights=False` keeps PyTorch's initial weights. `dropout` is the rate in the classifier.
+    `init_weights=False` keeps PyTorch's initial weights. `dropout` is the rate of the classifier's dropout layers.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class VGG(NamedChain):
 
 
 def _vgg(counts: Sequence[int], options: dict[str, Any], *, batch_norm: bool = False) -> VGG:
-    """Make five groups of `counts[i]` 3 x 3 convolutions each, and a pooling by two after each group."""
+    """Return five groups of `counts[i]` 3 x 3 convolutions each, with a pooling by two after each group."""
     layers: list[nn.Module] = []
     channels = 3
     for width, count in zip((64, 128, 256, 512, 512), counts, strict=True):

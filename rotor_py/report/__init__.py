@@ -1,4 +1,4 @@
-"""Report the cost of a plan as text in a terminal and as an HTML page."""
+"""Reports of a plan and its costs: as text for a terminal and as an HTML page."""
 
 from rotor_py.report.report import Report
 

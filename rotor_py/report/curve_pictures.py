@@ -1,4 +1,4 @@
-"""Compute the shapes of two pictures: time against memory, and throughput against batch."""
+"""Compute the shapes of two pictures: time by memory limit, and samples per second by batch size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rotor_py.report.sweep import BatchChoice, BatchPoint, Point, Sweep, format_
 from rotor_py.units import format_bytes, format_seconds
 
 # Picture widths in pixels, labels included, for a screen and for a phone 390 pixels wide. A page has each picture in
-# both widths and shows the one that fits, since scaled letters are too small to read, and scrolling hides a part.
+# both widths and shows the one that fits: scaled to a phone, the letters of the wide one would be too small to read.
 SCREEN, PHONE = 804, 354
 
 
@@ -38,14 +38,14 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     raise AssertionError
 
 
-# Memory against time: a step function over all limits, the plan on it, and strategies as letters. The time axis is
-# logarithmic: the least memory may cost many times the plain time, and ten percent must stay visible.
+# Time by memory limit: a step function, with a mark for the followed plan, and a letter for each strategy. The time
+# axis is logarithmic: the least memory may take many times the plain time, and ten percent more must stay visible.
 
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
-_LABEL = 90  # pixels of a size label along the axis, padding included
+_LABEL = 90  # width of a size label on the memory axis in pixels, padding included
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
-_APART, _FINEST = 20, 0.02  # least pixels between time labels; first label of curves that stay below 10 % more time
+_APART, _FINEST = 20, 0.02  # least pixels between time labels; first share of `_SHARES` for curves below 10 % more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Mark:
 
 
 def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> SimpleNamespace | None:
-    """Return the shapes of `sweep` and of the plan in `room` pixels, for the template; None if there is one plan only.
+    """Return the picture of `sweep` and the plan for the template, `room` pixels wide; None if the curve has one point.
 
-    `width` is the distance between the axes. `limit_x` is None without a limit, or if it is outside the picture.
+    `width` is the length of the memory axis. `limit_x` is None if there is no limit, or one outside the picture.
     """
     points = sweep.points
     if len(points) < 2:
@@ -72,7 +72,7 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Sim
     margin = 0.04 * (most - least)
     left, right = least - margin, most + margin
     highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
-    # Strategies more than twice as high as the curve, in logarithms, would flatten it: only the legend lists them.
+    # Strategies more than twice as high as the curve (in logarithms) are in the legend only: they would flatten it.
     others = [math.log(point.overhead) for point in sweep.strategies]
     highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
@@ -141,7 +141,7 @@ def _shares(highest: float) -> list[float]:
 def _placed(
     points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None, width: float
 ) -> Iterator[Mark]:
-    """Place each letter as near to its point as `others`, other letters and the line at `wall` allow."""
+    """Yield a mark for each point, its letter close by and clear of `others`, other letters and a line at `wall`."""
     taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
@@ -158,17 +158,17 @@ def _placed(
         yield Mark(x, y, title, letter, *place)
 
 
-# Throughput over the batch: a line for the fastest plans, a line for storing everything, and a mark for the chosen
-# batch. The batch axis is logarithmic, since the share of fixed costs per sample falls with the batch.
+# Samples per second by batch: a line for the fastest plans, a line for storing everything, and a mark for the chosen
+# batch. The batch axis is logarithmic, since most changes at small batches, which share the fixed costs.
 
 
-_BATCH_LABEL = 32  # least pixels between the centres of two batch labels
+_BATCH_LABEL = 32  # least pixels between the centres of two labels of the batch axis
 
 
 def batch_picture(choice: BatchChoice, room: float = SCREEN) -> SimpleNamespace | None:
-    """Return the shapes of a choice's points in `room` pixels, for the template; None for a single batch.
+    """Return the picture of a choice's points for the template, `room` pixels wide; None if there is one point only.
 
-    `width` is the distance between the axes. `stored` is empty if storing everything fits for at most one batch.
+    `width` is the length of the batch axis. `stored`, the line for storing everything, is "" if that fits at most one.
     """
     points = choice.points
     if len(points) < 2:

@@ -1,4 +1,4 @@
-"""Facts of a plan for its reports: peaks, times and their provenance, storage kinds, stages and sentences."""
+"""Facts of a plan for its reports: peaks, times and whether they are measured, what each stage stores, sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rotor_py.stage.protocol import parted
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
 
-# What a stage stores for its backward, in words, by storage kind.
+# What the forward stores of a stage for its backward, in words, by the `kind` that reports use.
 WORDS = {
     "kept": "all that the backward needs",
     "part": "a part of it, the rest is recomputed",
@@ -30,11 +30,11 @@ WORDS = {
 }
 
 
-NOISY = 0.10  # Relative spread of stage times from which reports mention it: other programs load the machine.
+NOISY = 0.10  # Least spread of measured times, as a share, that reports mention: other programs load the machine.
 
 
 def kept_kind(stage: Stage, option: int) -> str:
-    """Return the storage kind of a stage's option. A partial option that packs or rounds is "packed" or "rounded"."""
+    """Return an option's key of `WORDS`: "packed" or "rounded" also if it stores a part and packs or rounds that."""
     way = stage.options[option]
     if way.moved:
         return "elsewhere"
@@ -45,19 +45,19 @@ def kept_kind(stage: Stage, option: int) -> str:
     return "part" if option else "kept"
 
 
-# Error factor of predicted seconds if efficiencies were fitted to known times. A guess: 1.5 times the largest typical
-# error of steps outside the fit, 7 to 17 % (docs/devices.md). Too low a factor claims false precision.
+# Factor by which predicted seconds may be off if the device's efficiencies were fitted to known times. A guess: steps
+# outside the fit are typically off by 7 to 17 % (docs/devices.md). A lower one claims false precision.
 _ANCHORED = 1.25
-_GUESSED = 1.6  # Error factor without a fit. A guess: efficiencies of devices with known times differ by about as much.
+_GUESSED = 1.6  # The same without a fit. A guess: efficiencies of devices with known times differ by about as much.
 
-_NAMED = 3  # most layers that a sentence names
+_NAMED = 3  # largest number of layers that a sentence names
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Exact, predicted and assumed numbers of a step on simulated `devices`.
+    """Says which numbers of a step on simulated `devices` are exact, predicted or assumed.
 
-    `recurrent` names layers that run other operators on the device, so that no number is exact for them.
+    `recurrent` are the names of layers for which no number is exact, since the device runs other operators.
     """
 
     devices: Devices
@@ -71,7 +71,7 @@ class Basis:
         return self.devices.each
 
     def seconds(self, seconds: float) -> tuple[float, float]:
-        """Lower and upper bound of predicted seconds."""
+        """Return the range of a time whose prediction is `seconds`: the shortest and the longest."""
         factor = _GUESSED if self.device.efficiencies.anchor is None else _ANCHORED
         return seconds / factor, seconds * factor
 
@@ -79,7 +79,7 @@ class Basis:
         return " to ".join(map(format_seconds, self.seconds(seconds)))
 
     def sentences(self) -> tuple[str, ...]:
-        """Return one sentence each about the exact, the predicted and the assumed numbers."""
+        """Say which numbers are exact, except for recurrent layers, which are predicted and which assumed."""
         device, several, amd = self.device, self.devices.count > 1, self.device.vendor == "amd"
         found = [
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and the tensors that "
@@ -124,7 +124,7 @@ class Basis:
         return f"{chosen} on CUDA, and that kernels of ROCm (AOTriton, MIOpen) save and need as many bytes as CUDA's"
 
     def as_data(self, peaks: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
-        """Return exact, predicted and assumed numbers in bytes and seconds; a time is a lower and an upper bound."""
+        """Return exact, predicted and assumed numbers for JSON; each of `seconds` as its shortest and longest time."""
         fixed = asdict(self.fixed)
         exact = ("parameters", "buffers", "gradients", "optimizer")
         return {
@@ -158,7 +158,7 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """The numbers of a plan, its provenance, and the sentences about both; computed on access.
+    """The numbers of a plan, and sentences about them; computed on access.
 
     `mem_limit`, in bytes, is None if none was set.
     """
@@ -170,17 +170,17 @@ class ReportFacts:
     measurement: Measurement
     sequence: Sequence
     sweep: Sweep | None = None
-    """Costs of all limits, if known."""
+    """Curve of time against memory over all limits; None if it has not been solved."""
     compiled: Iterable[str] | None = None
     """Names of the compiled stages; None without `compile`."""
     batches: BatchChoice | None = None
-    """How the batch was chosen; None if it was given."""
+    """The chosen batch and the alternatives; None if the batch was given."""
     predicted_for: Devices | None = None
-    """Simulated devices that the numbers are predicted for; None if measured."""
+    """Simulated devices for which all numbers are predicted; None if they are measured."""
     recurrent: tuple[str, ...] = ()
     """Names of recurrent layers, for which no number is exact."""
     reserved: Reservation | None = None
-    """Predicted reservation of the allocator; None if no step was simulated."""
+    """Predicted bytes that the allocator reserves for a step; None if no step was simulated."""
 
     @property
     def fits(self) -> bool:
@@ -194,43 +194,44 @@ class ReportFacts:
 
     @property
     def shown(self) -> Sequence:
-        """The displayed sequence. If forwards in flight follow different sequences, that of the forward at the peak."""
+        """The sequence that stages and pictures show: if forwards in flight differ, that of the forward at the peak."""
         return self.budget.busiest(self.sequence)[0]
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of the planned step."""
+        """Predicted peak of the planned step, in bytes."""
         return self.budget.peak_bytes(self.sequence)
 
     @property
     def store_all_bytes(self) -> int:
-        """Predicted peak of a step that stores everything."""
+        """Predicted peak of a step that stores everything, in bytes."""
         return self.budget.peak_bytes(store_all(self.chain))
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of the planned forward, loss and backward."""
+        """Predicted seconds of forward, loss and backward by the plan."""
         return self.seconds_of(self.sequence)
 
     @property
     def store_all_seconds(self) -> float:
-        """Predicted time of the plain forward, loss and backward."""
+        """Predicted seconds of forward, loss and backward with everything stored."""
         return self.seconds_of(store_all(self.chain))
 
     def seconds_of(self, sequence: Sequence) -> float:
-        """Return the predicted time of forward, loss and backward if all forwards in flight follow `sequence`."""
+        """Predict the seconds of forward, loss and backward if all forwards in flight follow `sequence`."""
         return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
 
     @property
     def overhead(self) -> float:
-        """Ratio of planned to plain time."""
+        """Ratio of the planned step's seconds to those of storing everything: 1.1 is 10 % more time."""
         return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
 
     @property
     def gap(self) -> float | None:
-        """Upper bound of the distance to the best memory-persistent plan, as a share of time; None without a bound.
+        """Upper bound of the share by which the plan is slower than the best; 0.01 is one percent. None if unknown.
 
-        The solver has proved that each forward of such a plan takes at least `sequence.lower_bound` seconds.
+        The best of those that drop no checkpoint before its use (memory-persistent): none takes less than
+        `sequence.lower_bound` seconds, as the solver has proved, for each forward in flight with its backward.
         """
         bound = self.sequence.lower_bound
         if bound is None:
@@ -239,9 +240,9 @@ class ReportFacts:
         return makespan / bound - 1 if bound else 0.0
 
     def quality(self) -> list[tuple[str, str]]:
-        """Distance from the optimum, if bounded, and the spread of noisy measured times, by name."""
+        """Pairs of label and text: the gap to the best plan, if known, and the spread of measured times, if large."""
         gap, spread, found = self.gap, self.measurement.spread, []
-        if gap is not None:  # at 5e-5, two digits would show nothing
+        if gap is not None:  # below 5e-5, two digits would read 0.00%
             found.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
         if spread >= NOISY:
             found.append(("times vary by", format_share(spread)))
@@ -249,11 +250,11 @@ class ReportFacts:
 
     @property
     def before_chain_seconds(self) -> float:
-        """Time of the layers before the chain, which are not planned."""
+        """Seconds of the layers before the chain, which are not planned."""
         return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
 
     def by_forwards(self) -> dict[str, Sequence]:
-        """Sequences of forwards in flight by label: `forward 1`, `forwards 2 to 4`."""
+        """Sequences by label: "sequence" if all forwards in flight share one, else "forward 1", "forwards 2 to 4"."""
         if not self.sequence.beside:
             return {"sequence": self.sequence}
         found, end = {}, 0
@@ -264,7 +265,7 @@ class ReportFacts:
         return found
 
     def kinds(self) -> list[str]:
-        """Return what the forward stores of each stage: a key of `WORDS`, or "" for nothing."""
+        """Return for each stage what the forward stores of it: a key of `WORDS`, or "" for nothing."""
         found = [""] * len(self.chain)
         for operation in self.shown:
             match operation:
@@ -277,7 +278,7 @@ class ReportFacts:
         return found
 
     def actions(self) -> list[str]:
-        """Return what the plan does with each stage: "stored", "checkpointed, recomputed 1×"."""
+        """Say for each stage what the plan does with it, such as "stored" or "checkpointed, recomputed 1×"."""
         runs = [0] * len(self.chain)
         kept: dict[int, str] = {}
         before_loss = True
@@ -293,7 +294,7 @@ class ReportFacts:
                         kept[stage] = f"stored {way.name}: {size}" if option else "stored"
                 case ForwardCheck(stage):
                     runs[stage] += 1
-                    # A sequence may recompute a stage before the loss and store it then; the last storage counts.
+                    # A stage that is checkpointed, then recomputed and stored before the loss, counts as stored.
                     if before_loss:
                         kept.setdefault(stage, "checkpointed")
                 case ForwardNograd(stage):
@@ -302,7 +303,7 @@ class ReportFacts:
         return [", ".join(part for part in (kept.get(at, ""), each) if part) for at, each in enumerate(again)]
 
     def verdict(self) -> tuple[str, str]:
-        """Say whether the plan fits and what it costs: the beginning and the rest of one sentence."""
+        """Say in a sentence whether the plan fits and what it costs: its highlighted beginning, and its rest."""
         if self.mem_limit is None:
             begin, limit = f"{self.title} is planned", "without a limit"
         else:
@@ -314,7 +315,7 @@ class ReportFacts:
         return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}."
 
     def peak_reason(self) -> str | None:
-        """Say why the peak is outside forward and backward; None if it is inside."""
+        """Say where the peak is if it is outside forward and backward; None if it is inside."""
         running = self.budget.beside_chain(self.sequence) + peak_of(self.chain, self.shown)
         if self.peak_bytes <= running:
             return None
@@ -326,7 +327,7 @@ class ReportFacts:
         )
 
     def remarks(self) -> tuple[str, ...]:
-        """Sentences that follow the verdict."""
+        """Return the sentences that follow the one of `verdict`."""
         compiled = None
         if self.compiled is not None:
             number, stages = len(tuple(self.compiled)), len(self.chain)
@@ -342,7 +343,7 @@ class ReportFacts:
         return (*chosen, *filter(None, others), *basis)
 
     def rounded(self) -> str | None:
-        """Say how many stages the plan keeps in low precision; None without `keep=`."""
+        """Say of how many stages the plan rounds what it stores; None without `keep=`."""
         asked = self.measurement.fewer_bits
         if asked is None:
             return None
@@ -356,7 +357,7 @@ class ReportFacts:
 
     @property
     def basis(self) -> Basis | None:
-        """Provenance of predicted numbers; None if the numbers are measured."""
+        """Which of the predicted numbers are exact or assumed; None if the numbers are measured."""
         if self.predicted_for is None:
             return None
         fixed = self.budget.fixed
@@ -364,14 +365,14 @@ class ReportFacts:
         return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
 
     def followed_step(self) -> list[tuple[str, str]]:
-        """Return peak and reservation of the simulated step by name; empty if no step was simulated."""
+        """Return labels and sizes of the simulated step's peak and the allocator's memory; [] if none was simulated."""
         if self.reserved is None:
             return []
         sizes = {"a step": self.reserved.step_bytes, "reserved": self.reserved.reserved_bytes}
         return [(f"{name} (predicted)", format_bytes(size)) for name, size in sizes.items()]
 
     def times(self) -> list[tuple[str, str]]:
-        """Return the times of a planned and a plain step by name; for a simulated device, ranges and their source."""
+        """Return labels and times of a planned and a plain step; on simulated devices, ranges and what they rest on."""
         basis = self.basis
         said = format_seconds if basis is None else basis.range
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
@@ -381,7 +382,7 @@ class ReportFacts:
         return [*found, ("efficiencies" if source.anchor is None else "fitted to", source.origin)]
 
     def which_forward(self) -> str | None:
-        """Say which forward in flight the report shows; None if all follow one sequence."""
+        """Say of which forward in flight stages and pictures are; None if all forwards follow one sequence."""
         found = self.by_forwards()
         if len(found) == 1:
             return None
@@ -398,7 +399,7 @@ NAME = "optimizer step"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Memory of the optimizer step in bytes. `fixed` includes the optimizer's state, and gradients if they are kept."""
+    """Bytes in memory during the optimizer step. `fixed` includes its state, and gradients that stay between steps."""
 
     fixed: int
     input: int
@@ -415,7 +416,7 @@ def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
     budget, measurement = facts.budget, facts.measurement
     if budget.step_bytes is None:
         return None
-    # A training loop holds the whole output to the end of its step, tensors without gradient included.
+    # A training loop holds input and output of its step, with tensors that need no gradient, until the optimizer step.
     output = budget.forwards * measurement.output_bytes
     given = budget.forwards * measurement.input_bytes
     gradients = budget.stepping_bytes - given - output
@@ -427,7 +428,7 @@ HEADINGS = ("forward", "backward", "output", "kept", "scratch")
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage: seconds and bytes in the order of `HEADINGS`, as number and text; action, and `kind` of its storage."""
+    """A stage: the numbers under `HEADINGS` with their text, the plan's action, and its `kind` of `WORDS` or ""."""
 
     name: str
     numbers: tuple[tuple[float, str], ...]
@@ -439,7 +440,7 @@ def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
     measured = facts.measurement
     for name, cost, action, kind in zip(measured.names, measured.stages, facts.actions(), facts.kinds(), strict=True):
         seconds = cost.forward_seconds, cost.backward_seconds
-        # A plan may run the stage's forward with or without a graph, so the table shows the largest scratch memory.
+        # Scratch differs with and without a graph, and a plan may run both kinds of forward: show the most.
         scratch = max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)
         sizes = cost.activation_bytes, cost.saved_bytes, scratch
         numbers = (*((s, format_seconds(s)) for s in seconds), *((size, format_bytes(size)) for size in sizes))

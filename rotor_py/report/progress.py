@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def in_words(seconds: float) -> str:
-    """Format `about 12 s left`, with two digits at most, since more would look exact."""
+    """Return `about 12 s left`, rounded to at most two digits, since the time is a rough estimate."""
     for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
         if seconds < most:
             return f"about {max(1, round(seconds / divisor))} {unit} left"
     return f"about {round(seconds / 3600)} h left"
 
 
-PATIENCE_SECONDS = 1.0  # Shorter work shows nothing: a line that flashes disturbs. A guess; too long looks like a hang.
+PATIENCE_SECONDS = 1.0  # Less work shows no line, which would only flash. A guess; with more, programs seem to hang.
 _REDRAWN_SECONDS = 0.1  # least time between redraws: some work reports progress far more often
-_COUNTED = 10_000  # work of more parts is shown in percent: five changing digits are hard to read
+_COUNTED = 10_000  # least number of parts for which progress is in percent: a count of five digits is hard to read
 _BAR = 16
 
 
@@ -42,7 +42,7 @@ def activities(*, quiet: bool = False) -> Iterator[Activities]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """`activities` for measuring only: yields a callable (done, total, name), or None if nothing is shown."""
+    """`activities` for measuring only: yields a callable as `Activities.doing` returns, or None if stderr is piped."""
     with activities() as found:
         yield found.doing("measuring") if found.shown else None
 
@@ -55,13 +55,13 @@ class Activities:
         self._clock = clock
         self._begin = self._drawn = 0.0
         self._line = ("", "", 0, 0)
-        self._first, self._since = 0, 0.0  # parts done, and the time, when the current kind of work was first reported
+        self._first, self._since = 0, 0.0  # number of parts done, and the time, at the first report of the present work
         self._bar: Bar | None = None
         self._timer: Timer | None = None
         self._lock = RLock()  # the timer draws in its own thread
 
     def doing(self, verb: str) -> Progress:
-        """Return a callable (done, total, name of the next part); the line then says `measuring layer.3`."""
+        """Return a callable (parts done, all parts, name of the next). It shows verb and name: `measuring layer.3`."""
         return partial(self._tell, verb) if self.shown else lambda done, total, name: None
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class Activities:
             self._line = (verb, name, done, total)
             if self._timer is None:
                 self._begin = now
-                # The first part of the work may be long and reports no progress meanwhile, so a timer draws the line.
+                # A timer draws the line, since the first part of the work may take long before the next report.
                 self._timer = Timer(PATIENCE_SECONDS, self._draw)
                 self._timer.daemon = True
                 self._timer.start()
@@ -129,5 +129,5 @@ def _bar() -> Bar:
         console=Console(stderr=True),
         transient=True,
         auto_refresh=False,  # a drawing thread would disturb measured times
-        redirect_stdout=sys.stdout.isatty(),  # leave a piped stdout alone
+        redirect_stdout=sys.stdout.isatty(),  # what goes into a pipe cannot disturb the line
     )

@@ -1,4 +1,4 @@
-"""The report of a plan, for a terminal, a notebook, or a self-contained HTML page."""
+"""The report of a plan, with its HTML page, and the curve of time against memory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from rotor_solver import Persistent, Sequence, frontier, store_all
 from rotor_solver.watching import watcher
 
 _NONE: Mapping[str, Sequence] = {}
-# Limits that are solved one by one for plans with offload. A guess: fewer make a coarser curve, more a longer wait.
+# Number of limits solved one by one for plans with offload. A guess: fewer make a coarser curve, more a longer wait.
 _LIMITS = 12
-# Precision of the least limit for an overhead, as a share of the range of limits. A guess: a coarser one wastes memory.
+# The search for the least limit of an overhead ends at this share of the range of limits. A guess: more wastes memory.
 _CLOSE = 0.005
 
 
 def sweep_of(
     facts: ReportFacts, slots: int = 500, strategies: Mapping[str, Sequence] = _NONE, overhead: float | None = None
 ) -> Sweep:
-    """Compute the curve of time against memory for the step of `facts`, with `strategies` as further points.
+    """Compute the curve of time against memory for the step of `facts`; `strategies`, by name, are further points.
 
-    `slots` is the solver's memory resolution. A single solver call covers all limits. With offload, some limits are
-    solved one by one, and a search finds the least limit that costs at most `overhead` more time.
+    `slots` is the least number of units in which the solver counts memory. With offload, which its curve of all limits
+    leaves out, some limits are solved one by one, and the least limit for an `overhead` (0.1: 10 %) is searched.
     """
-    # The frontier rounds sizes to slots, so it may miss storing everything and the plan in use: add both.
+    # The frontier counts memory in slots, so it may miss storing everything and the plan that is followed: add both.
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]
     if facts.budget.link is not None and facts.budget.forwards == 1:
         found += _one_by_one(facts, slots, found, overhead)
     points: list[Point] = []
-    # Drop dominated plans: a snapshot of the random state, or layers before the chain, may need what a plan saves.
+    # Drop plans that take more memory but no less time, as by snapshots of the random state, which `frontier` ignores.
     for point in sorted((_point(facts, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
         if not points or point.step_seconds < points[-1].step_seconds:
             points.append(point)
@@ -59,7 +59,7 @@ def sweep_of(
 def _one_by_one(
     facts: ReportFacts, slots: int, others: Iterable[Sequence], overhead: float | None
 ) -> Iterator[Sequence]:
-    """Yield plans for some limits; given an `overhead`, also plans in search of the least limit that keeps to it."""
+    """Yield plans with offload for some limits; given an `overhead`, also those tried in search of its least limit."""
     budget, progress = facts.budget, watcher()
     least, most = budget.least_bytes(), facts.store_all_bytes
 
@@ -79,8 +79,8 @@ def _one_by_one(
     def fast(sequence: Sequence) -> bool:
         return facts.seconds_of(sequence) <= (1 + overhead) * facts.store_all_seconds
 
-    # If the best plan of a limit is too slow, so are the best plans of smaller limits. A slow plan of `others` shows
-    # nothing: these are optimal only without offload.
+    # If the best plan of a limit is too slow, so are those of smaller limits. A slow plan of `others` shows nothing
+    # about its limit: with offload, there may be a faster one.
     enough = min((budget.peak_bytes(each) for each in (*known.values(), *others) if fast(each)), default=most)
     short = max((limit for limit, each in known.items() if limit < enough and not fast(each)), default=least)
     while enough - short > _CLOSE * (most - least):
@@ -99,8 +99,8 @@ def _point(facts: ReportFacts, name: str, sequence: Sequence) -> Point:
 
 
 def _origin(device: str, made: datetime) -> str:
-    """Say in which environment a page was made, for comparisons; `device` is torch's name, such as "cuda:0"."""
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # a simulated device, with its own name
+    """Say when and where a page was made; `device` is torch's name, such as "cuda:0", or that of a simulated device."""
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # simulated
         device = f"{device}, predicted"
     elif torch.device(device).type == "cpu":
         device = f"{device} ({platform.machine()}, threads: {torch.get_num_threads()})"
@@ -113,13 +113,13 @@ def _origin(device: str, made: datetime) -> str:
 def page(
     facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = (), usage: str = "", made: datetime | None = None
 ) -> str:
-    """Return the page as text. Arguments are those of `Report.to_html`."""
-    # Import on use: most training never makes a page.
+    """Return the HTML page as text; `remarks`, `usage` and `made` as for `Report.to_html`."""
+    # Imported on use: most programs make no page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("rotor_py.report"),
-        autoescape=True,  # module names are user input
+        autoescape=True,  # names of modules may contain HTML
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -146,13 +146,13 @@ def page(
 
 
 def frame(text: str) -> str:
-    """Wrap a page in a frame, so that its styles and scripts leave the notebook alone."""
+    """Return an iframe with a page, whose styles and scripts then do not change the rest of a notebook."""
     source = escape(text, quote=True)
     return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
 
 
 def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
-    """Draw in `room` pixels; pictures with a column per operation or stage may grow to `most`."""
+    """Return the pictures by name, `room` pixels wide; those with a column per operation or stage at most `most`."""
     return {
         "curve": curve.curve_picture(facts, sweep, room),
         "batch": None if facts.batches is None else curve.batch_picture(facts.batches, room),
@@ -173,7 +173,7 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
     names = {"planned": "planned step", "store-all": "plain step"}
     times = [(names.get(name, name), said) for name, said in facts.times()]
-    # If seconds are assumptions, the reliable numbers come first.
+    # Predicted seconds rest on assumptions, so the overhead, a ratio, comes before them.
     found += [overhead, *times] if facts.basis else [*times, overhead]
     return [*found, *facts.quality()]
 
@@ -182,12 +182,12 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
 class Report(ReportFacts):
     """A measured model, its budget and its plan. `mem_limit`, in bytes, is None if none was set.
 
-    `str(report)` is the terminal report; a notebook and `to_html` show a page. Numbers are those of `ReportFacts`, in
-    bytes and seconds.
+    `str(report)` is the text for a terminal; a notebook shows the page that `to_html` writes. The properties of
+    `ReportFacts` are the numbers, in bytes and seconds.
     """
 
     def __str__(self) -> str:
-        # Import rich on use: it is slow, and most training never prints a report.
+        # Imported on use: rich takes long, and most programs print no report.
         from rotor_py.report.terminal import plain_text
 
         return plain_text(self)
@@ -207,12 +207,12 @@ class Report(ReportFacts):
 
         Args:
             path: file to write. Raises OSError if that fails.
-            remarks: lines under the verdict.
-            usage: Python that follows the plan.
-            made: date of the page, now by default.
+            remarks: more sentences below the first, which says whether the plan fits.
+            usage: lines of Python that train by the plan, to be shown.
+            made: date on the page, now by default.
         """
         Path(path).write_text(page(self, self._swept(), remarks, usage, made), encoding="utf-8")
 
     def _swept(self) -> Sweep:
-        """Return the curve, solved on demand: this takes time, and only pages show the curve."""
+        """Return the curve of time against memory; solve it now if need be, since only pages show it."""
         return sweep_of(self) if self.sweep is None else self.sweep

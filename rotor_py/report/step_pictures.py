@@ -1,4 +1,4 @@
-"""Compute the shapes of two pictures: a step's memory by operation, and its schedule."""
+"""Compute the shapes of two pictures: a step's memory by operation, and when each stage runs and is stored."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rotor_solver import Backward, Chain, ForwardEnable, Loss, Moment
 from rotor_solver.offload import Moves, timed_moments, transfers
 
 HEIGHT, LEFT, TOP, RIGHT = 280, 64, 20, 8
-_NARROW, _WIDE = 9, 40  # preferred least and greatest width of a column, in pixels
-_NEAR = 1.5  # limits above this multiple of the peak are not drawn: they would flatten the rest
+_NARROW, _WIDE = 9, 40  # least width of a column, unless the picture has no room, and greatest width, in pixels
+_NEAR = 1.5  # a limit above this multiple of the peak is not drawn: the columns would be too low to read
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Memory of one owner: bytes after each operation, colour and outline."""
+    """Memory of one part, such as a stage: bytes after each operation, colour, and outline as an SVG path."""
 
     name: str
     sizes: tuple[int, ...]
@@ -31,13 +31,13 @@ class Layer:
 
 
 def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.inf) -> SimpleNamespace:
-    """Return shapes in pixels for the template: a column per operation, and one for the optimizer step, if any.
+    """Return the picture for the template, in pixels: a column per operation, and one for the optimizer step, if any.
 
-    Columns share `room` pixels; if they are too many, the picture may grow to `most` pixels. `limit_y` is None without
-    a limit, or if it is far above the peak.
+    Columns share `room` pixels; if they would be too narrow, the picture may grow to `most` pixels. `limit_y` is None
+    if there is no limit, or one far above the peak.
 
-    Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
-    during the operation.
+    The height of a column is the simulated memory while its operation runs; without the topmost layer, which is freed
+    then, it is the memory after the operation.
     """
     found, step_after = timed_moments(facts.chain, facts.shown, facts.budget.link), optimizer_step(facts)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
@@ -75,9 +75,9 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
 
 
 def layers_of(facts: ReportFacts, found: tuple[Moment, ...], step: OptimizerStep | None = None) -> Iterator[Layer]:
-    """Yield layers bottom to top: fixed part, chain input, stages, output, gradients, temporary memory.
+    """Yield layers bottom to top: fixed part, chain input, stages, output, gradients, and what operations free again.
 
-    A layer has one size per moment, in bytes, and one more for the optimizer's `step` if given.
+    The `sizes` of a layer are bytes, one for each moment of `found`, and one for the optimizer's `step` if given.
     """
     chain, names = facts.chain, facts.measurement.names
     beside = facts.budget.beside_chain(facts.sequence)
@@ -104,7 +104,7 @@ def _largest(layers: list[Layer], at: int) -> str:
 
 
 def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
-    """Yield a closed line around each run of columns in which the layer has a height."""
+    """Yield an SVG path around each run of columns in which a layer, from `below` to `above`, has a height."""
     start = 0
     while start < len(below):
         end = start
@@ -120,7 +120,7 @@ def _outline(below: list[float], above: list[float], step: float) -> Iterator[st
 
 
 def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
-    """Yield steps of one column each; equal neighbours share a line."""
+    """Yield the SVG commands of a stepped line: at each of `heights` up to its x of `ends`; equal neighbours as one."""
     for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
         if at == 0 or height != heights[at - 1]:
             yield f"V{height:.1f}"
@@ -129,12 +129,12 @@ def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
 
 
 ROW, LANE = 14, 14
-_CELL, _LABEL = 18, 24  # Pixels: largest width of a stage, and distance between stage numbers
+_CELL, _LABEL = 18, 24  # largest width of a stage's column, and least distance between stage numbers, in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Memory held from row `first` to row `last`, whose operation frees it unless it `stays`; `kind` as in `WORDS`."""
+    """A stored stage from row `first` to row `last`, which frees it unless it `stays`; `kind` is a key of `WORDS`."""
 
     stage: int
     kind: str
@@ -145,11 +145,11 @@ class Kept:
 
 
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamespace:
-    """Return the plan's operations and the lifetimes of saved tensors, in cells of `cell` by `ROW` pixels.
+    """Return the plan's operations, one in each row, and when each stage is stored, in cells of `cell` by `ROW` pixels.
 
     `numbers` are the labelled stages, the loss last. `ran` are the operations, with their `sweep.kind`. `copied` are
-    copies out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right, with fractional rows. `kinds` describes
-    the storage kinds in use.
+    the copies of offloaded stages, out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right, with fractional
+    rows. `kinds` maps each `kind` that occurs in `kept` to its words in `WORDS`, for the legend.
     """
     found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
@@ -201,7 +201,7 @@ def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamesp
     begins, names = [moment.begin for moment in found], facts.measurement.names
 
     def row(seconds: float) -> float:
-        # Time that an operation waits for a copy has no height: it ends at the upper edge of the operation's row.
+        # A row's height is its operation's time, without the wait for a copy, which falls on the upper edge.
         at = max(0, bisect_right(begins, seconds) - 1)
         share = (seconds - begins[at]) / found[at].seconds if found[at].seconds else 1.0
         return at + min(1.0, share)

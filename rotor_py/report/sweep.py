@@ -1,4 +1,4 @@
-"""Two curves as data and in words: time over all memory limits, and throughput over all batches."""
+"""Two curves as data and in words: time by memory limit, and samples per second by batch size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation, Seque
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan for a step of at most `mem_limit` bytes, and the ratio of its predicted time to the plain one.
+    """A plan whose step needs `mem_limit` bytes, its predicted seconds, and their ratio to those of storing everything.
 
-    `name` is the name of a strategy that users set by hand; it is empty for a point on the curve.
+    `name` is that of a strategy, such as "level 3"; it is empty for a point of the curve of optimal plans.
     """
 
     name: str
@@ -27,10 +27,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Times of the fastest plans by limit of the whole step, down to the time of storing everything: a step function.
+    """Curve of time against memory: `points` are the fastest plans, by increasing limit of the whole step.
 
-    `fixed_bytes` is in memory under every plan; the rest is activation memory. `store_all_bytes` is the peak of plain
-    training. `strategies` are other plans, each at its least memory.
+    `fixed_bytes` are in memory throughout the step, whatever the plan; the rest counts as activation memory.
+    `store_all_bytes` is the peak of plain training. `strategies` are other plans, each at its least memory.
     """
 
     fixed_bytes: int
@@ -39,21 +39,21 @@ class Sweep:
     strategies: tuple[Point, ...] = ()
 
     def least_for(self, overhead: float) -> Point:
-        """Return the least limit that costs at most `overhead` more time than storing everything: 0.1 is 10 %."""
+        """Return the point of least memory that takes at most the share `overhead` longer than storing everything."""
         return next((point for point in self.points if point.overhead <= 1 + overhead), self.points[-1])
 
     def saved(self, point: Point) -> float:
-        """Share of plain activation memory that `point` saves."""
+        """Return the share of plain training's activation memory that `point` saves."""
         activations = self.store_all_bytes - self.fixed_bytes
         return (self.store_all_bytes - point.mem_limit) / activations if activations > 0 else 0.0
 
     def lettered(self) -> list[tuple[str, Point]]:
-        """The strategies with their letters in a picture."""
+        """Return the strategies, each with the letter that stands for it in a picture."""
         return list(zip(ascii_uppercase, self.strategies, strict=False))
 
 
-USUAL = 0.10  # default overhead in reports
-_LEAST_SHOWN = 0.0005  # smallest saved share that is not printed as "0.0 %"
+USUAL = 0.10  # overhead for which reports say how much memory it saves, if the user names none
+_LEAST_SHOWN = 0.0005  # least saved share that is not printed as "0.0 %"
 
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
@@ -74,7 +74,7 @@ def kind(moment: Moment) -> str:
 
 
 def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str:
-    """Describe an operation: its time, and the memory of the whole step, fixed part included."""
+    """Describe an operation: its time, and the step's memory during and after it, of which `beside_bytes` are fixed."""
     return (
         f"{label(moment.operation, names)}{' (recompute)' if moment.again else ''}: {format_seconds(moment.seconds)}, "
         f"{format_bytes(beside_bytes + moment.during)} while it runs, {format_bytes(beside_bytes + moment.after)} after"
@@ -82,7 +82,7 @@ def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str
 
 
 def saving(sweep: Sweep, overhead: float = USUAL) -> str:
-    """Say how much memory at most `overhead` more time saves; if none, what the first saving costs."""
+    """Say how much memory at most `overhead` more time saves; if none, what the plan costs that saves least."""
     least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
     saving_ones = [each for each in sweep.points if sweep.saved(each) >= _LEAST_SHOWN]
     if not saving_ones:
@@ -107,15 +107,16 @@ def format_share(share: float) -> str:
 # The chosen batch, and throughput (samples a second) over all batches.
 
 
-_CLOSE = 0.01  # Gaps below this share are not reported. A guess: too high hides a small gain.
+_CLOSE = 0.01  # Least gain in samples a second by another batch that is mentioned. A guess; more hides small gains.
 Aim = Literal["max", "best"]  # "max": the largest batch that fits. "best": the batch with the highest throughput.
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPoint:
-    """Predicted throughput of a batch within the limit: of the fastest plan, and with everything stored.
+    """Samples per second of a batch within the limit, predicted: by the fastest plan, and with everything stored.
 
-    Both include the optimizer step. `stored_per_second` is None if storing everything does not fit.
+    Both include the optimizer step. `stored_per_second` is None if storing everything does not fit; `measured` says
+    whether the batch's stages were, or their costs interpolated.
     """
 
     batch: int
@@ -128,9 +129,9 @@ class BatchPoint:
 class BatchChoice:
     """The batch chosen for `mem_limit` bytes, its cost, and the alternatives.
 
-    `step_seconds` covers forward, loss and backward of one batch; `optimizer_seconds` covers the optimizer step and
-    clearing gradients; `overhead` is the ratio of `step_seconds` to storing everything. Times are predicted from
-    measured stages.
+    `step_seconds` are those of forward, loss and backward of one batch, `optimizer_seconds` those of `optimizer.step()`
+    and `zero_grad()`; `overhead` is the ratio of `step_seconds` to those of storing everything. Times are predicted
+    from those of the stages.
     """
 
     aim: Aim
@@ -141,39 +142,37 @@ class BatchChoice:
     overhead: float
     samples_per_second: float
     largest: int
-    """Largest batch that fits, with recomputation."""
+    """Largest batch that fits with any plan."""
     largest_stored: int | None
-    """Largest batch that fits with everything stored; None if none does."""
+    """Largest batch that fits without recomputation; None if none does."""
     points: tuple[BatchPoint, ...]
     gap: float | None = None
-    """Share of throughput that another batch would gain, by costs interpolated between measured batches. None for
-    "max".
-    """
+    """Share by which another batch might have more samples a second, by interpolated costs. None for the aim "max"."""
     beyond: int | None = None
-    """Next batch after `largest`, which does not fit; None if none was tried."""
+    """Next candidate after `largest`, which does not fit; None if `largest` is the last candidate."""
     beyond_bytes: int = 0
-    """Lower bound of the bytes that `beyond` needs, measured or predicted."""
+    """Lower bound of the bytes that `beyond` needs; their measured number if `beyond_measured`."""
     beyond_measured: bool = False
     effective_batch: int | None = None
-    """Samples in an optimizer step, if given."""
+    """Number of samples in an optimizer step, if it was given."""
     measured_peak_bytes: int | None = None
-    """Peak of a real step of the batch; None if no step was taken."""
+    """Peak of a real step with the chosen batch; None if no step was taken."""
     measured_per_second: tuple[tuple[int, float], ...] = ()
-    """Throughput by batch in real steps, optimizer step included. The batches took turns."""
+    """Pairs of batch and samples per second in real steps, optimizer step included, of batches that took turns."""
 
     predicted: bool = False
-    """Whether the device is simulated, so that nothing is measured."""
+    """Whether the device is simulated, so that every number is predicted."""
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches in an optimizer step."""
+        """Number of batches in an optimizer step."""
         return 1 if self.effective_batch is None else self.effective_batch // self.batch
 
     def __str__(self) -> str:
         return " ".join(self.sentences())
 
     def sentences(self) -> tuple[str, ...]:
-        """Describe the chosen batch, the alternatives and the real steps."""
+        """Return sentences about the chosen batch, the alternatives and the real steps."""
         found = [self._answer(), self._others()]
         if self.effective_batch is not None:
             batches = "one batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} batches"
@@ -206,7 +205,7 @@ class BatchChoice:
                 found.append(f"The largest that fits is {self.largest}, with {rate} samples a second.")
         if self.beyond is not None:
             known = "measured" if self.beyond_measured else "predicted"
-            # Print the difference: at three digits, the size itself would look like the limit.
+            # Print the difference: with three digits, the size itself may read like the limit.
             more = format_bytes(self.beyond_bytes - self.mem_limit)
             found.append(f"A batch of {self.beyond} would need {more} more than the limit ({known}).")
         else:
@@ -235,6 +234,6 @@ class BatchChoice:
 
 
 def format_rate(per_second: float) -> str:
-    """Format with three significant digits, at most three decimals, and no exponent: 1,250, 83.2, 0.052."""
+    """Format samples per second with three digits, at most three decimals, and no exponent: 1,250, 83.2, 0.052."""
     digits = max(0, 2 - len(str(int(per_second))) + 1) if per_second >= 1 else 3
     return f"{float(f'{per_second:.3g}'):,.{digits}f}"

@@ -1,4 +1,4 @@
-"""Render the report for a terminal: verdict, memory, time, stages and sequence."""
+"""Render the report for a terminal: whether the plan fits, memory, time, stages and sequence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
 from rotor_py.units import format_bytes
 from rotor_solver import Backward, Loss, Operation
 
-# Matches spaces, except between a number and its unit. No-break spaces would not help: rich breaks at them.
+# Matches the spaces at which a line may break: not those between a number and its unit, nor no-break spaces.
 _SPACE = r"(?:(?<!\d) +|(?<=\d) +(?!(?:[kMGT]?B\b|[mµ]?s\b|%)))"
 
 
 class Prose:
-    """A text wrapped between words, but not inside an amount or at a no-break space."""
+    """Text that rich prints with lines broken between words, but not between a number and its unit."""
 
     def __init__(self, text: Text | str) -> None:
         self.text = Text(text) if isinstance(text, str) else text
@@ -35,7 +35,7 @@ class Prose:
         return Measurement(max(map(len, re.split(_SPACE, self.text.plain))), len(self.text))
 
 
-# Styles by storage kind. Words beside them say the same, for terminals without colours.
+# Style of a stage's action, by its key of `WORDS`; "" for a stage of which nothing is stored.
 _STYLES = {
     "kept": "",
     "part": "cyan",
@@ -48,7 +48,7 @@ _STYLES = {
 
 
 def plain_table(*headings: str, left: Container[str] = (), folded: Container[str] = ()) -> Table:
-    """Make a table without lines. Columns are right-aligned, except those in `left`; those in `folded` wrap."""
+    """Make a table without lines. Columns named in `left` or `folded` are left-aligned; the latter wrap."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in headings:
         if heading in folded:
@@ -59,7 +59,7 @@ def plain_table(*headings: str, left: Container[str] = (), folded: Container[str
 
 
 def stage_table(facts: ReportFacts, *, costs_alone: bool = False) -> Table:
-    """Make a table of each stage's costs and action; with `costs_alone`, if there is no plan, of costs only."""
+    """Make a table of each stage's costs and of what the plan does with it; with `costs_alone`, of the costs only."""
     last = "" if costs_alone else "what happens"
     table = plain_table("stage", *HEADINGS, last, folded=("stage", last))
     for row in stage_rows(facts):
@@ -72,7 +72,7 @@ _WIDEST = 100
 
 
 def plain_text(facts: ReportFacts, width: int | None = None) -> str:
-    """Return the report without colours, as wide as the terminal, at most 100 columns."""
+    """Return the report without colours, `width` columns wide: by default as wide as the terminal, at most 100."""
     file = io.StringIO()
     if width is None:
         width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
@@ -100,7 +100,7 @@ def _amounts(facts: ReportFacts) -> Table:
         *facts.followed_step(),
     )
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
-    # If seconds are assumptions, the reliable numbers come first.
+    # Predicted seconds rest on assumptions, so the overhead, a ratio, comes before them.
     time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
     time += facts.quality()
     table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
@@ -119,7 +119,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
 
 
 def folded(operations: Iterable[Operation]) -> Iterator[str]:
-    """Fold `Fe_3, Fe_4, Fe_5` to `Fe_3…5`, except operations with an option, which a fold would hide."""
+    """Yield operations as text: `Fe_3…5` for `Fe_3, Fe_4, Fe_5`, but `Fe_3^1` by itself, to show its option."""
 
     def run_of(numbered: tuple[int, Operation]) -> object:
         number, operation = numbered
@@ -129,7 +129,7 @@ def folded(operations: Iterable[Operation]) -> Iterator[str]:
 
     for _, run in groupby(enumerate(operations), key=run_of):
         first, *others = (str(operation) for _, operation in run)
-        if len(others) > 1:  # folding two saves nothing
+        if len(others) > 1:  # for two operations, the folded form is no shorter
             yield f"{first}…{others[-1].rpartition('_')[2]}"
         else:
             yield from (first, *others)

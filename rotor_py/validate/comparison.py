@@ -1,4 +1,4 @@
-"""Compare a plan with every other strategy, predicted and in real steps, and choose the lowest level that fits."""
+"""Compare a plan with other strategies by predicted costs, and find the lowest level that fits by real steps."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 
 
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
-    """Return algorithms by name: one that stores stages whole, and one for each storage mode, which may use it as well.
+    """Return algorithms by name: "optimal, whole" has only storing and recomputing, each other one family of options.
 
-    Empty if stages have no storage modes. A single mode gets no algorithm, since the optimal plan uses the same.
+    Families are "in part" and `_KEEPERS`. A single one has no algorithm, since the optimal plan is the same.
     """
     known = {name for names in measurement.way_names for name in names}
     families = {"in part": {name for name in known if not name.endswith(_KEEPERS)}}
@@ -72,7 +72,7 @@ def one_way_each(measurement: Measurement, slots: int, link: Link | None = None)
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """Solves for the best sequence in which each stage uses one of its `options`: by stage, the indices allowed."""
+    """Finds the fastest sequence in which each stage uses only the options whose indices `options` has for it."""
 
     name: str
     options: tuple[tuple[int, ...], ...]
@@ -103,9 +103,9 @@ OPTIMAL, EVERY = "optimal", "every n layers"
 
 @dataclass(frozen=True, slots=True)
 class ComparedStrategy:
-    """A strategy and its predicted cost of a whole step, in bytes and seconds.
+    """A strategy, and the predicted bytes and seconds of a step by it.
 
-    A strategy that does not fit is shown at its least peak. `overhead` is the ratio of its time to the plain one.
+    If it does not fit the limit, at its least peak. `overhead` is the ratio of its seconds to storing everything's.
     """
 
     strategy: str
@@ -115,26 +115,25 @@ class ComparedStrategy:
     overhead: float
     sequence: Sequence
     verified: Verification | None = None
-    """Results of real steps, if any were trained."""
+    """Results of real steps; None if none were trained."""
 
 
 def compare(
     model: nn.Module, sample: Any = None, *, slots: int = 500, progress: Progress | None = None, **options: Any
 ) -> tuple[ComparedStrategy, ...]:
-    """Compare the plan with every other strategy at its limit. Return the plan, then what fits, by time, then the rest.
+    """Compare the plan with other strategies at its limit: return the plan, then those that fit, by time, then others.
 
     Args:
         model: a `Checkpointable` with a limit; or any model that it takes, which is measured on `sample` and not
             changed.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
-        slots: memory resolution of the solver.
-        progress: called with (strategies done, all of them, name of the next).
+        slots: least number of units in which the solver counts memory.
+        progress: called with (number of strategies done, of all, name of the next).
         options: those of `Checkpointable`: mainly `mem_limit`, also `loss`, `optimizer` and the others.
 
     Raises:
-        ValueError: the plan has no limit; a sample is missing; or a `Checkpointable` has not been measured or is given
-            options.
-        InfeasibleError: no plan fits.
+        ValueError: no limit or sample is given; a `Checkpointable` is not measured, or is given a sample or options.
+        InfeasibleError: no plan fits the limit.
         UnsupportedModelError: the model cannot be planned.
     """
     network = measured(model, sample, options)
@@ -154,7 +153,7 @@ def compare_at_limit(
         _compared(facts, limit, name, at_limit(facts.budget, algorithm, limit))
         for name, algorithm in _told(known, progress)
     ]
-    # Sort strategies that fit by time, the others by peak.
+    # Those that fit, by time, then the others, by peak.
     others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
     return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
 
@@ -174,7 +173,7 @@ def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, 
 def leanest_of_each(
     facts: ReportFacts, model: nn.Module, slots: int, progress: Progress | None = None
 ) -> dict[str, Sequence]:
-    """Return a sequence of every strategy by name, each at its least memory."""
+    """Return by strategy name the sequence with which the strategy needs the least memory."""
     found = {}
     for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = leanest(facts.budget, algorithm)
@@ -183,7 +182,7 @@ def leanest_of_each(
 
 
 def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
-    """Report each strategy to `progress` before work on it starts."""
+    """Yield the items of `found`, and report each to `progress` before."""
     for done, (name, algorithm) in enumerate(found.items()):
         if progress is not None:
             progress(done, len(found), name)
@@ -191,8 +190,8 @@ def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tu
 
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
-    """Return the plan of `algorithm` for a step within `mem_limit` bytes, or its leanest plan if none fits."""
-    # Only a plan that recomputes needs room for a snapshot of the random state: first try without.
+    """Return the sequence of `algorithm` for a step within `mem_limit` bytes; if none fits, that of least memory."""
+    # Only a plan that recomputes needs room for a snapshot of the random state (`chain_limit`): first try without.
     for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
         try:
             sequence = algorithm.solve(budget.chain, max(0, room))
@@ -205,25 +204,25 @@ def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
 
 def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
     try:
-        return algorithm.solve(budget.chain, 0)  # the error carries the least limit
+        return algorithm.solve(budget.chain, 0)  # the error has the algorithm's least limit
     except InfeasibleError as error:
         return algorithm.solve(budget.chain, error.min_bytes)
 
 
 def named(strategy: str, sequence: Sequence) -> str:
-    """Return the strategy's name; for checkpoints every n layers, with the n of `sequence`."""
+    """Return the name to show: for "every n layers", with the number n of `sequence`."""
     if strategy != EVERY:
         return strategy
     before_loss = sequence[: list(sequence).index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
-    # The last segment is stored as it runs. Every other segment has a checkpoint, and `distance` stages.
+    # The last segment runs with a graph. Each of the `kept` others has a checkpoint and `distance` stages.
     distance = stored[0] // kept if kept else len(stored)
     return "every layer" if distance == 1 else f"every {distance} layers"
 
 
 def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
-    """Levels of the model that group its stages differently from the level below."""
+    """Return algorithms by name for the levels at which other stages are recomputed together than one level below."""
     found: dict[str, Algorithm] = {}
     below: list[str | None] = [None] * len(names)
     for level in sorted(set(LEVELS) - {0}):  # level 0 equals "store-all"
@@ -248,17 +247,16 @@ def _compared(facts: ReportFacts, limit: int, strategy: str, sequence: Sequence)
 
 
 def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: Any) -> Sweep:
-    """Compute the curve of time against memory over all limits, with other strategies as points.
+    """Compute the curve of time against memory over all limits; other strategies are points at their least memory.
 
     Args:
-        model: any model that `Checkpointable` takes, which is measured on `sample` and not changed; or a
-            `Checkpointable`, for the plan in use.
+        model: a measured `Checkpointable`, or any model that it takes, which is measured on `sample` and not changed.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
-        slots: memory resolution of the solver.
+        slots: least number of units in which the solver counts memory.
         options: those of `Checkpointable`: `loss`, `optimizer`, `fresh_grads`, and the others.
 
     Raises:
-        ValueError: a sample is missing, or a `Checkpointable` has not been measured or is given options.
+        ValueError: no sample is given; a `Checkpointable` is not measured, or is given a sample or options.
         UnsupportedModelError: the model cannot be planned.
     """
     network = measured(model, sample, options)
@@ -269,10 +267,10 @@ def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: 
 def least_limit(
     model: nn.Module, sample: Any = None, *, max_overhead: float | None = None, slots: int = 500, **options: Any
 ) -> int:
-    """Return the least feasible limit of a whole step, in bytes.
+    """Return the least limit, in bytes, for which a step has a plan.
 
-    With `max_overhead`, the least limit whose plan costs at most that share more time than storing everything: 0.1 for
-    a tenth. Arguments and errors are those of `sweep`.
+    With `max_overhead`, the least limit whose plan takes at most that share more time than storing everything: 0.1 is
+    10 %. Arguments and errors are those of `sweep`.
     """
     facts = measured(model, sample, options, closely=max_overhead is not None).report()
     if max_overhead is None:
@@ -282,9 +280,9 @@ def least_limit(
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Peak and time of a strategy's step, predicted from measured stages, and measured in real steps.
+    """Peak and seconds of a step by a strategy: predicted from measured stages, and measured in real steps.
 
-    The predicted peak includes the optimizer step; the measured one does not.
+    Only the predicted peak includes the optimizer step; the measured one includes the optimizer's state.
     """
 
     predicted_peak_bytes: int
@@ -295,9 +293,9 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class LevelChoice:
-    """The lowest level that fits `mem_limit`, its cost, and the cost of the optimal plan for the same limit.
+    """The lowest level that fits `mem_limit` bytes, its cost, and the cost of the optimal plan for the same limit.
 
-    `peaks` are the predicted peaks of levels 0 to 5.
+    `peaks` are the predicted peaks of the levels 0 to 5, in bytes.
     """
 
     level: int
@@ -319,14 +317,13 @@ def best_level(
 ) -> LevelChoice:
     """Find the lowest level with which a step of `model` on `batch` has a measured peak of at most `mem_limit`.
 
-    Takes real steps without the optimizer's, then restores gradients, buffers and the random state. Calls hooks of
-    parameters.
+    Trains steps without `optimizer.step()`, which call hooks of parameters; restores gradients, buffers, random state.
 
     Args:
         model: any model that `Checkpointable` takes.
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
-        mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%".
-        loss: a function of the output. Without it, the loss is the sum of the output's scalars, or of all its elements.
+        mem_limit: limit of a whole step's peak: bytes, or a text such as "4GB", "512MiB", "80%".
+        loss: a function of the model's output; None: the sum of the output's scalars, or without any, of its elements.
         optimizer: the optimizer, whose state counts toward the limit.
         fresh_grads: whether gradients are freed between steps.
         options: other options of `Checkpointable`.
@@ -345,11 +342,11 @@ def best_level(
     found = {level: ByHand(level=level).sequence(model, planned.budget, None) for level in LEVELS}
     peaks = {level: planned.budget.peak_bytes(sequence) for level, sequence in found.items()}
     for level, sequence in found.items():
-        # Skip levels predicted not to fit: on a device, a try could run out of memory.
+        # Skip levels predicted not to fit: a step could run out of memory.
         if peaks[level] > limit:
             continue
         chosen = _measure_cost(planned, sequence, step)
-        # Check the measured peak, too: a prediction may be slightly low, and the limit holds for real steps.
+        # The limit is for real steps, and a prediction may be slightly too low, so check the measured peak, too.
         if chosen.measured_peak_bytes <= limit:
             optimal = _measure_cost(planned, planned.compute_sequence(limit), step)
             return LevelChoice(level, limit, chosen, optimal, tuple(peaks.values()))

@@ -1,4 +1,4 @@
-"""Run real training steps, planned and plain, and restore the model."""
+"""Take real training steps, planned and plain, measure them, and restore the model's state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rotor_solver import Backward, Loss, Operation, Sequence
 
 @dataclass(frozen=True, slots=True)
 class TimedOperation:
-    """An operation of a step, its times and the bytes on the device."""
+    """An operation of a step, its seconds, and the bytes in use on the device."""
 
     operation: Operation
     again: bool  # whether it recomputes its stage
@@ -43,21 +43,21 @@ def measured_operations(
     device: torch.device,
     between: Callable[[], object] = lambda: None,
 ) -> tuple[TimedOperation, ...]:
-    """Take `step` twice, once for time and once for memory; it follows `sequence` in a chain of stages called `names`.
+    """Call `step`, which follows `sequence` in a chain of stages called `names`, twice: to time it and to meter memory.
 
-    `present` are the tensors on the device before the step. An operation lasts until the next one begins, so it
-    includes autograd's work in between. Backwards without gradient are not in the result.
+    `present` are the tensors on the device before the step; `between` is called between both. An operation counts until
+    the next one begins, with autograd's work in between. Backwards that autograd skips are left out.
     """
     times: list[float] = []
 
     def clock() -> None:
-        # CUDA runs asynchronously: without synchronization, the clock would time kernel launches only.
+        # Kernels run after their launch returns: without this, the clock would time launches only.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter())
 
     clock()  # the step begins
-    # Measure time and memory in separate steps: counting memory slows a step.
+    # Time and memory are measured in separate steps, since metering memory slows a step.
     events = _events(step, clock)
     clock()
     between()
@@ -80,7 +80,7 @@ def measured_operations(
 
 
 def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[str, str, bool]]:
-    """Run `step`; return an event (forward or backward, stage, whether it begins) each time a stage begins or ends."""
+    """Run `step`; when a stage begins or ends, list (forward or backward, its name, if it begins) and call `also`."""
     found: list[tuple[str, str, bool]] = []
 
     def note(doing: str, name: str, begins: bool) -> None:
@@ -95,10 +95,10 @@ def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[
 def _begins(
     events: list[tuple[str, str, bool]], sequence: Sequence, names: list[str]
 ) -> Iterator[tuple[int, Operation, bool]]:
-    """Yield each operation, the index of the event at which it begins, and whether it recomputes its stage.
+    """Yield for each operation the index of the event at which it begins, the operation, and whether it recomputes.
 
-    Forwards come in the sequence's order, backwards from the last stage to the first, the loss after the last forward
-    before it.
+    Forwards come in the order of `sequence`, backwards from the last stage to the first, and the loss begins when the
+    last forward before it ends.
     """
     forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
     before_loss = list(sequence).index(Loss())
@@ -106,7 +106,7 @@ def _begins(
     ran: set[str] = set()
     for at, (doing, name, begins) in enumerate(events):
         if doing == BACKWARD:
-            # A stage with several output tensors reports each gradient: only the first begins its backward.
+            # A stage with several output tensors begins at the gradient of each: only the first begins the operation.
             if begins and name in names[:backward]:
                 backward = names.index(name)
                 yield at, Backward(backward), False
@@ -120,15 +120,15 @@ def _begins(
 
 @contextmanager
 def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Enter training mode without gradients; restore modes, gradients and the optimizer's state afterwards.
+    """Within the context, train from a state without gradients; afterwards restore modes, gradients, optimizer state.
 
-    Keeps the plan even if a step exceeds the limit. `TrainingStep` restores parameters and buffers itself.
+    Steps are not watched, so one over the limit changes no plan. `TrainingStep` restores parameters and buffers itself.
     """
     gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
     watch, network.watch = network.watch, False
     restored = nullcontext() if optimizer is None else optimizer_restored(optimizer)
     with in_training(network), torch.enable_grad(), restored:
-        # Otherwise the first step would add to these gradients.
+        # Without this, the first step would add to the gradients from before.
         for parameter, _ in gradients:
             parameter.grad = None
         try:
@@ -141,7 +141,7 @@ def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | N
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    # Copy to the CPU: copies on a CUDA device would count in the measured peaks.
+    # Copies go to the CPU: on a CUDA device, they would count in measured peaks.
     saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     try:
         yield
@@ -149,15 +149,15 @@ def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, copy in saved:
                 before = copy.to(tensor.device)
-                # Write changed buffers only: an expanded buffer cannot be written to.
+                # Write only what has changed: `copy_` refuses an expanded buffer.
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
 
 
 @contextmanager
 def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the optimizer's state: the same tensors with the same values, and no new ones."""
-    # Do not use load_state_dict, which casts the state to the parameters' dtype and would lose digits.
+    """Afterwards, the optimizer's state has the same tensors with the same values, and no others."""
+    # Not `load_state_dict`, which casts state to the dtype of its parameter: float32 state would lose digits.
     entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]
     try:
         with values_restored(tensors_in([leaves for _, leaves, _ in entries])):
@@ -167,18 +167,18 @@ def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state.update({parameter: tree_unflatten(leaves, spec) for parameter, leaves, spec in entries})
 
 
-TIMED_STEPS = 3  # steps whose median time counts: the fewest whose median survives one disturbed step
+TIMED_STEPS = 3  # number of steps whose median time counts: the least for which one slow step does not matter
 
-# The callable that a step runs: the model itself, or a plan of it with the same parameters.
+# What a step calls: the model itself, or a `Checkpointable` or compiled form of it with the same parameters.
 Network = Callable[..., Any]
 
 
 @dataclass(slots=True)
 class TrainingStep:
-    """Forward, loss, backward and optimizer step of `model` on `sample`, with the losses of several forwards added up.
+    """Training steps of `model` on `sample`: `forwards` forwards, one backward of their summed losses, optimizer step.
 
-    Each method starts from the same parameters, buffers and random state, and restores them. Gradients and the
-    optimizer's state persist from one method call to the next, as in training; `state_restored` restores them.
+    Each method begins with the same parameters, buffers and random state, and restores them. Gradients and the
+    optimizer's state stay from one method call to the next, as in training; `state_restored` restores them.
     """
 
     model: nn.Module
@@ -187,19 +187,19 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | None
     device: torch.device
     fresh_grads: bool  # whether gradients are freed between steps, instead of set to zero
-    steps_optimizer: bool = True  # whether the optimizer steps; its state counts as memory either way
+    steps_optimizer: bool = True  # whether `optimizer.step()` is called; its present state counts as memory either way
     forwards: int = 1
-    # Whether some networks step in the backward: results are then parameters, since no gradients remain.
+    # Whether networks may step in the backward: then parameters are the results, since gradients do not remain.
     in_backward: bool = False
     last_loss: float = float("nan")  # loss of the last step of `taken`
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
-        """Yield the measured peak of a step, in bytes. Within the context, gradients and buffers are as after it."""
+        """Take a step by `network` and yield its peak in bytes. Gradients and buffers change back after the context."""
         with self._same_state():
             with self._restored():
                 self._clear()
-                self._train(network)  # the first step makes gradients and optimizer state, which later ones find
+                self._train(network)  # makes gradients and optimizer state, which the measured step then finds
             with self._restored():
                 self._clear()
                 yield measured_peak(lambda: self._train(network), self._present(), self.device)
@@ -211,7 +211,7 @@ class TrainingStep:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def seconds(self, network: Network) -> float:
-        """Median time of forward, loss and backward; with the optimizer step if some networks step in the backward."""
+        """Return the median seconds of forward, loss and backward; with `in_backward`, also of the optimizer step."""
         times = []
         synchronize = torch.get_device_module(self.device).synchronize
         with self._same_state(), self._restored():
@@ -240,23 +240,23 @@ class TrainingStep:
         if self.steps_optimizer and self.optimizer is not None:
             self.optimizer.step()
         self.last_loss = held[1].item()
-        del held  # not before: a training loop holds output and loss to the end of its step, so they count
+        del held  # not before: a training loop holds output and loss until here, so they count
 
     def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
         held: list[tuple[Any, Any]] = []
         losses: list[torch.Tensor] = []
         for number in range(self.forwards if forwards is None else forwards):
-            # Each forward gets its own copy of the batch with new leaves, so the caller's tensors get no gradient.
+            # Each forward has its own batch, with new leaves, so that the caller's tensors get no gradient.
             given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
             sample = tree_map_only(torch.Tensor, lambda each: leaves_of(each) if each.requires_grad else each, given)
             args, kwargs = arguments_of(sample, self.model)
             held.append((sample, network(*args, **kwargs)))
-            if has_loss(held[-1][1]):  # the other outputs count as dropped
+            if has_loss(held[-1][1]):  # the model returns its loss: the other outputs are dropped, as plans assume
                 losses.append(self.loss(held[-1][1]))
                 held[-1] = sample, losses[-1]
         losses = losses or [self.loss(output) for _, output in held]
         loss: torch.Tensor = sum(losses)  # type: ignore[assignment] # not an int
-        losses.clear()  # a training loop holds only their sum
+        losses.clear()  # a training loop holds their sum only
         loss.backward()
         return held, loss
 
@@ -268,13 +268,13 @@ class TrainingStep:
         return [*self.model.parameters(), *self._gradients(), *self.model.buffers(), *state, *tensors_in(self.sample)]
 
     def _same_state(self) -> AbstractContextManager[None]:
-        """Restore the optimizer's state if parameters are compared: the next step must begin with the same state."""
+        """With `in_backward`, restore the optimizer's state, on which the compared parameters depend."""
         return optimizer_restored(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restore the random state and everything that a step changes in the model."""
-        # Without the optimizer step no parameter changes, and copying all of them to the CPU takes time.
+        """Restore the random state, and parameters, buffers and attributes of the model."""
+        # Without an optimizer step, parameters do not change: spare the time to copy them to the CPU.
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
         state = RandomState.now((self.device,))
         try:

@@ -1,4 +1,4 @@
-"""Verify a plan by real steps: peak, time, and the numbers of plain training."""
+"""Verify a plan by real steps: its peak and time, and that gradients and buffers are those of plain training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rotor_solver.watching import Progress
 
 
 def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:
-    """Return `model` if it is a `Checkpointable`; else make one with `options`, measured on `sample`."""
+    """Return `model` if it is a `Checkpointable`; else one with `options`, measured on `sample`, `closely` if asked."""
     if isinstance(model, Checkpointable):
         if sample is not None or options:
             message = "pass a Checkpointable without sample and options: it has its own"
@@ -38,9 +38,9 @@ def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return the model's own loss (`output.loss`, `output["loss"]`) if it has one, else the mean square of its output.
+    """Return `output.loss` or `output["loss"]` if it requires a gradient, else the mean square of the output.
 
-    The means of several output tensors are summed. Raises UnsupportedModelError if no output tensor needs a gradient.
+    The mean squares of several tensors are summed. Raises UnsupportedModelError if no tensor requires a gradient.
     """
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:
@@ -54,7 +54,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Peak and time of one network's steps, and gradients and buffers after one of them, on the CPU."""
+    """Peak and seconds of one network's steps, and `results`: copies of gradients and buffers after one, on the CPU."""
 
     peak_bytes: int
     seconds: float
@@ -65,12 +65,12 @@ class Outcome:
 
 def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
     with step.taken(network) as peak:
-        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]  # frees device memory
+        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]  # take no device memory
     return Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
 
 
 def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Return the largest absolute difference; infinite if a tensor is missing, or NaN on one side only."""
+    """Return the largest absolute difference of two elements; infinite if one is missing, or NaN on one side only."""
     if len(found) != len(expected):
         return float("inf")
     worst = 0.0
@@ -86,13 +86,13 @@ def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Results of a step whose plan stores stages in the low-precision format `word` (`keep=`)."""
+    """Errors of a step whose plan rounds stored activations to the format `word`: "bf16", "fp8" or "int8" (`keep=`)."""
 
     word: str
-    # Norm of the difference of all gradients, relative to the norm of the plain step's. If parameters are stepped in
-    # the backward, they are compared instead of gradients.
+    # Norm of the difference of all gradients from those of the plain step, relative to the norm of those. Of parameters
+    # after the step, if they are stepped in the backward.
     gradient_error: float
-    buffer_difference: float  # largest absolute difference of a buffer, which only the forward changes
+    buffer_difference: float  # largest absolute difference of a buffer from the plain step's; forwards round nothing
 
 
 def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
@@ -113,11 +113,11 @@ def word_of_plan(network: Checkpointable) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Results of a real training step, in bytes and seconds.
+    """Results of real training steps, planned and plain, in bytes and seconds.
 
-    Times cover forward, loss and backward; peaks include the optimizer step. `max_grad_difference` is the largest
-    absolute difference of a gradient or buffer from the plain step, or of a parameter after the step if parameters are
-    stepped in the backward. `max_grad_difference` and `plain_*` are None if the plain step did not fit the device.
+    Seconds are those of forward, loss and backward; peaks include the optimizer step. `max_grad_difference` is the
+    largest absolute difference of a gradient or buffer from the plain step, or of a parameter after the step if
+    parameters are stepped in the backward. It and `plain_*` are None if the plain step ran out of memory.
     """
 
     measured_peak_bytes: int
@@ -126,25 +126,25 @@ class Verification:
     plain_peak_bytes: int | None
     plain_step_seconds: float | None
     noise: float = 0.0
-    """Difference between two plain steps: operators may sum in varying order."""
+    """Largest absolute difference between two plain steps, whose operators may sum in another order each time."""
     eager_difference: float | None = None
-    """Difference between the plain compiled step and one of the uncompiled model.
+    """Largest absolute difference between the compiled step that stores everything and a step of the uncompiled model.
 
-    With compiled stages, the plain step runs the same stages with everything stored, because compiled code rounds
-    differently. None if nothing is compiled, or if that step does not fit the device.
+    If stages are compiled, the plain step runs the same compiled stages with everything stored, since compiled code
+    rounds differently. None if nothing is compiled, or if one of the two steps ran out of memory.
     """
     operations: tuple[TimedOperation, ...] = ()
-    """Operations of the planned step in order, if requested."""
+    """Operations of a planned step in order; () unless requested."""
     loss: float | None = None
-    """Loss of the planned step. If the loss is not finite, equal gradients prove little."""
+    """Loss of the planned step. If it is not finite, gradients may be equal because all are NaN."""
     rounded: Rounded | None = None
-    """Distance of gradients from exact ones, if the plan stores stages in low precision (`keep=`)."""
+    """Errors of gradients and buffers if the plan rounds stored activations (`keep=`), else None."""
 
     def problem(self, mem_limit: int) -> str | None:
-        """Say what is wrong with the step at a limit of `mem_limit` bytes; None if nothing is."""
+        """Say if the peak exceeds `mem_limit` bytes, or gradients or buffers are not the plain step's; else None."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
-        # Four times the noise of one measurement. A guess: a lower factor reports noise, a higher one hides errors.
+        # Four times the difference of plain steps. A guess: a lower factor reports noise, a higher one hides errors.
         if (low := self.rounded) is not None:
             if not math.isfinite(low.gradient_error):
                 return f"gradients of stages kept in {low.word} are not finite, and those of plain training are"
@@ -168,29 +168,29 @@ def verify(
     progress: Progress | None = None,
     **options: Any,
 ) -> tuple[Verification, ...]:
-    """Train steps of `model` with and without its plan, from the same state, and compare them.
+    """Train steps of `model` with and without its plan, from the same state, and compare peak, time and gradients.
 
-    The first result is the plan's; one for each of `others` follows. Restores parameters, buffers, gradients,
-    optimizer state, random state, mode and the plan in use.
+    The first result is the plan's; one for each of `others` follows. Afterwards, the model has its parameters, buffers,
+    gradients, optimizer state, random state, mode and plan from before.
 
     Args:
         model: a `Checkpointable`, whose plan is verified (its first step makes a missing plan); or any model that it
             takes, which is planned first.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if omitted.
-        optimizer: steps in the steps whose peak is measured. Pass the `Checkpointable`'s optimizer. If it steps in the
-            backward, it may be omitted, and parameters are compared instead of gradients.
-        fresh_grads: whether gradients are freed between steps; None: as in the `Checkpointable`.
-        others: sequences to follow instead of the plan.
+        optimizer: the optimizer, as given to the `Checkpointable`; steps whose peak is measured include it. It may be
+            left out if it steps in the backward; parameters are then compared instead of gradients.
+        fresh_grads: whether gradients are freed between steps; None: as given to the `Checkpointable`.
+        others: more sequences for the same stages, each of which is followed and compared in the same way.
         operations: take two more planned steps, for the time and memory of each operation.
-        progress: called with (steps compared, all of them, name of the next).
+        progress: called with (number of steps done, of all steps, name of the next).
         options: other options of `Checkpointable`, such as `mem_limit`, for a plain model.
 
     Raises:
-        ValueError: a `Checkpointable` is given options.
+        ValueError: `model` is a `Checkpointable`, and `options` are given.
         UnsupportedModelError: the output depends on nothing that needs a gradient, or the model cannot be planned.
         InfeasibleError: the network has no plan yet, and none fits.
-        torch.OutOfMemoryError: a planned step does not fit the device. A plain step that does not fit is no error.
+        torch.OutOfMemoryError: a planned step runs out of memory. If a plain step does, it is left out.
     """
     others = list(others)
     if isinstance(model, Checkpointable):
@@ -218,8 +218,8 @@ def verify(
         with suppress(torch.OutOfMemoryError):  # users often plan because the plain step does not fit
             found = measure_outcome(step, network.model)
             tell(2, "a plain step again")
-            # A captured graph may round differently from the model's code, so the second plain step runs the graph: its
-            # difference from the first counts as noise.
+            # A captured graph may round differently from the model's code. So the second plain step runs the graph, and
+            # its difference from the first counts as noise.
             second: Network = network.model
             if network.captured:
                 from rotor_py.capture.captured_forward import run_as_captured  # importing TorchDynamo takes long
