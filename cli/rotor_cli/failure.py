@@ -52,7 +52,7 @@ def about_option(name: str) -> Iterator[None]:
 
 @contextmanager
 def user_code(file: str) -> Iterator[None]:
-    """Turn errors into failures: of the user's code with the traceback from `file` on, of planning without."""
+    """Turn errors into failures. The message of an error in the user's code has its traceback from `file` on."""
     from rotor_profiling import UnknownOptimizerError, UnusableLossError  # imports torch, which --help must not
     from rotor_py import InfeasibleError, UnsupportedModelError
 

@@ -178,7 +178,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
             # The costs of stages show which layer to split. On stderr: from stdout, a program may read a plan.
             console(stderr=True).print(stage_table(facts, costs_alone=True), "", sep="\n")
         raise failed(error, INFEASIBLE) from error
-    # Planning for a limit chooses the stages to compile, whose costs replace the others'.
+    # The limit decides which stages are compiled, so planning may have changed budget and costs.
     assert network.budget is not None
     assert network.inspection_values is not None
     found = replace(facts, budget=network.budget, measurement=network.inspection_values)

@@ -25,7 +25,7 @@ from rotor_py.plan.step_spec import arguments_of
 from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
-# Device whose rates stand for those of one of which only the memory is known. A guess: the middle of the table.
+# Device whose rates are assumed if only the memory of a device is known. A guess: the middle of the table.
 _DEFAULT_DEVICE = "a100-80"
 
 
@@ -45,7 +45,7 @@ class Target:
         return nullcontext() if self.simulated is None else self.simulated.measuring()
 
     def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
-        """Return the model on the device; if simulated, a fake copy, and replace the file's other tensors by such."""
+        """Return the model on the device; for a simulated one, a fake copy, and make the file's tensors fake, too."""
         if self.simulated is None:
             return model.to(self.device)
         for name, value in list(vars(module).items()):

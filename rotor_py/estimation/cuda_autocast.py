@@ -178,7 +178,7 @@ def _refused(operator: _Call) -> _Call:
 
 
 def _below(operator: _Call, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator without autocast, also inside of it."""
+    """Call `operator` with autocast off, also for the operators that it calls."""
     with torch_compat.ExcludeDispatchKeyGuard(torch_compat.DispatchKeySet(torch_compat.DispatchKey.AutocastCPU)):
         return operator(*args, **kwargs)
 

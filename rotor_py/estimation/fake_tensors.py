@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 # Index of the argument whose memory format, channels last or contiguous (`suggest_memory_format`), a real kernel gives
-# its first result. None: it makes this always contiguous.
+# its first result. None: the result is always contiguous.
 _LAYOUTS: dict[Any, int | None] = {
     _aten.native_layer_norm_backward.default: None,
     _aten._log_softmax_backward_data.default: None,

@@ -232,7 +232,7 @@ class SimulatedDevices:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context around all other methods but `making`: in it, this process is the first of one for each device."""
+        """Enter this first, and call other methods inside: this process is then the first of one for each device."""
         if self.devices.count == 1:
             yield
             return

@@ -168,7 +168,7 @@ _BATCH_LABEL = 32  # least pixels between the centres of two labels of the batch
 def batch_picture(choice: BatchChoice, room: float = SCREEN) -> SimpleNamespace | None:
     """Return the picture of a choice's points for the template, `room` pixels wide; None if there is one point only.
 
-    `width` is the length of the batch axis. `stored`, the line for storing everything, is "" if that fits at most one.
+    `width` is the length of the batch axis. `stored`, the line for storing everything, is "" with under two points.
     """
     points = choice.points
     if len(points) < 2:

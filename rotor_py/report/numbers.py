@@ -343,7 +343,7 @@ class ReportFacts:
         return (*chosen, *filter(None, others), *basis)
 
     def rounded(self) -> str | None:
-        """Say of how many stages the plan rounds what it stores; None without `keep=`."""
+        """Say for how many stages the plan rounds stored tensors; None without `keep=`."""
         asked = self.measurement.fewer_bits
         if asked is None:
             return None

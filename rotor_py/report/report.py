@@ -36,8 +36,8 @@ def sweep_of(
 ) -> Sweep:
     """Compute the curve of time against memory for the step of `facts`; `strategies`, by name, are further points.
 
-    `slots` is the least number of units in which the solver counts memory. With offload, which its curve of all limits
-    leaves out, some limits are solved one by one, and the least limit for an `overhead` (0.1: 10 %) is searched.
+    `slots` is the least number of units in which the solver counts memory. With offload, which `frontier` leaves out,
+    some limits are solved one by one; a search finds the least limit for `overhead` (0.1: 10 %).
     """
     # The frontier counts memory in slots, so it may miss storing everything and the plan that is followed: add both.
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]

@@ -105,7 +105,7 @@ OPTIMAL, EVERY = "optimal", "every n layers"
 class ComparedStrategy:
     """A strategy, and the predicted bytes and seconds of a step by it.
 
-    If it does not fit the limit, at its least peak. `overhead` is the ratio of its seconds to storing everything's.
+    If it does not fit, they are for its least peak. `overhead` is the ratio of its seconds to storing everything's.
     """
 
     strategy: str

@@ -45,8 +45,8 @@ def measured_operations(
 ) -> tuple[TimedOperation, ...]:
     """Call `step`, which follows `sequence` in a chain of stages called `names`, twice: to time it and to meter memory.
 
-    `present` are the tensors on the device before the step; `between` is called between both. An operation counts until
-    the next one begins, with autograd's work in between. Backwards that autograd skips are left out.
+    `present` are the tensors on the device before the step; `between` is called between the two. An operation counts
+    until the next one begins, with autograd's work in between. Backwards that autograd skips are left out.
     """
     times: list[float] = []
 
