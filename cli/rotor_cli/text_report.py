@@ -230,8 +230,7 @@ def batch_chart(choice: BatchChoice, width: int) -> list[str]:
     first, last = math.log(points[0].batch), math.log(points[-1].batch)
     highest = max(max(point.samples_per_second, point.stored_per_second or 0.0) for point in points)
     cells = [[" "] * columns for _ in range(_BATCH_HEIGHT)]
-    # Later marks cover earlier ones. Where storing everything fits, it is the fastest plan, and its mark covers the
-    # other.
+    # Later marks cover earlier ones. Where storing everything fits, the fastest plan stores everything.
     marks = [
         *((point.batch, point.samples_per_second, PLANNED) for point in points),
         *((point.batch, point.stored_per_second, STORED) for point in points if point.stored_per_second is not None),

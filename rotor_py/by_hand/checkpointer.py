@@ -195,7 +195,7 @@ class ActivationCheckpointer:
 
 @dataclass
 class _Recording:
-    """`by` records layer runs, if any. Not an attribute of `_Layer`, which a recomputation would restore."""
+    """`by` is the checkpointer that records layer runs; None in the backward, which restores `_Layer`'s attributes."""
 
     by: ActivationCheckpointer | None
 

@@ -25,7 +25,7 @@ _EFFICIENCIES = ("matmul", "convolution", "attention", "attention_backward", "st
 
 
 def split_count(text: str) -> tuple[str, int]:
-    """Split a name and a number of devices: "h100:8" gives "h100" and 8. Raises ValueError if 8 were no such number."""
+    """Split a text into a name and a number of devices: "h100:8"; 1 without. Raises ValueError for a wrong number."""
     name, colon, number = text.partition(":")
     if colon and not (number.isdecimal() and int(number) > 0):
         message = f"{text!r} is not a number of devices; write {name}:8 for eight of them"

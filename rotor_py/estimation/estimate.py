@@ -44,8 +44,8 @@ def estimate(
     """Estimate a training step of `model` on `device`, which need not be present, and plan it.
 
     Runs on fake tensors, without kernels and without memory for parameters, activations or optimizer state, so the
-    model may be larger than this machine. Bytes of tensors are exact, peaks are predicted, and seconds rest on
-    assumptions that the report names.
+    model may exceed this machine. Bytes of tensors are exact, peaks are predicted, and seconds rest on assumptions that
+    the report names.
 
     Args:
         model: any model, which stays unchanged and may be on the meta device; or a function that makes one, so that
