@@ -170,7 +170,7 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
         return given  # type: ignore[no-any-return] # of the model file
 
     def scaled(batch: int) -> Any:
-        sample = arguments_of(made, model)  # the first batch of a DataLoader
+        sample = arguments_of(made, model)  # of a DataLoader, the first batch
         rows = {len(tensor) for tensor in tensors_in(sample) if tensor.dim()}
         if len(rows) != 1:
             sizes = " and ".join(map(str, sorted(rows))) or "none"

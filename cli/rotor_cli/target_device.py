@@ -55,7 +55,7 @@ class Target:
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
         if self.simulated is not None:
-            arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
+            arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
             return self.simulated.fakes.value(keywords or arguments)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:

@@ -206,11 +206,11 @@ def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, 
 def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[int, float]:
     """Find the batch `inside` with most samples a second, and the share of them that an unmeasured one might gain."""
     for left in range(_ROUNDS, -1, -1):
-        curve.planned.clear()  # times from costs that were interpolated without the last measured batch
+        curve.planned.clear()  # plans whose costs were interpolated without the batch measured last
         seen = curve.best(inside)
         best = min((batch for batch in batches.costs if batch in inside), key=curve.per_sample)
         gap = max(0.0, curve.per_sample(best) / curve.per_sample(seen) - 1)
-        # Smaller gains are within the error of plans.
+        # Plans may be this far from the optimum, so a smaller gain may be none.
         if gap <= _TOLERANCE or not left:
             return best, gap
         if not batches.trains_on(seen):

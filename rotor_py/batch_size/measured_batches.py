@@ -65,7 +65,7 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """Measure a batch's costs, once each. Raises UnsupportedModelError if samples do not grow with the batch."""
+        """Return a batch's costs, measured once. Raises UnsupportedModelError if samples do not grow with the batch."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
@@ -150,7 +150,7 @@ class MeasuredBatches:
         return int(self.agreed(min(peaks)))
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
-        """Return how many bytes more than a simulated device has its allocator would reserve; 0 if measured."""
+        """Return by how many bytes a plan's reserved memory would exceed that of a simulated device; 0 if measured."""
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
@@ -243,7 +243,7 @@ class PredictedBatches(MeasuredBatches):
                     return watch.stop()[0]
 
     def step_peak(self, batch: int) -> None:
-        """Return None: a simulated device takes no real step, so the prediction decides."""
+        """Return None: no step is taken, so the prediction decides whether the batch fits."""
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
         network = self.network(batch)

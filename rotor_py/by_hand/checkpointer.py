@@ -69,7 +69,7 @@ class ActivationCheckpointer:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = CheckpointConfig() if config is None else config
-        self._stored_layers: set[int] = set()  # layers whose output is stored when they run
+        self._stored_layers: set[int] = set()  # indices of the layers whose output is stored when they run
         self.clear()
 
     def is_checkpoint_layer(self, layer_idx: int) -> bool:

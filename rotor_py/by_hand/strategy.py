@@ -94,7 +94,7 @@ class ByLevel:
 
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
-        """Make the algorithm for layers of `model`. Raises ValueError unless `level` is an integer from 0 to 5."""
+        """Make the algorithm that recomputes modules of `model`. Raises ValueError unless `level` is one of 0 to 5."""
         # Include every name of a module that the model contains several times: stages are named after any.
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))

@@ -123,7 +123,7 @@ def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
         every = forward if packet in ATTENTION else pairs * (6 * query.shape[3] + 4 * value.shape[3])
         return every // 2 if argument(func, args, kwargs, "is_causal") else every
     if packet in (_RECURRENT, _RECURRENT_BACKWARD):
-        value, of_input, of_state = args[:3]  # (time, batch, width), and the weights of all gates in two matrices
+        value, of_input, of_state = args[:3]  # (time, batch, width); weights of all gates for input and state
         products = 2 * value.shape[0] * value.shape[1] * (of_input.numel() + of_state.numel())
         return int(products if packet is _RECURRENT else 2 * products)
     formula = flop_registry.get(packet)

@@ -103,7 +103,7 @@ class FirstTrainingStep:
             hook.remove()
             self._ended = None  # its traceback would keep the program's objects alive
         if self._cannot_fit is not None:
-            raise self._cannot_fit  # the program caught the error
+            raise self._cannot_fit  # the program has caught it, so that it did not reach the caller of `watched`
         if self._over:
             return
         if self._planned is not None and self._planned.went_back:

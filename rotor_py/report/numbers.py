@@ -230,8 +230,8 @@ class ReportFacts:
     def gap(self) -> float | None:
         """Upper bound of the share by which the plan is slower than the best; 0.01 is one percent. None if unknown.
 
-        The best of those that drop no checkpoint before its use (memory-persistent): none takes less than
-        `sequence.lower_bound` seconds, as the solver has proved, for each forward in flight with its backward.
+        Compares with plans that drop no checkpoint before its use (memory-persistent). The solver has proved that none
+        of them takes less than `sequence.lower_bound` seconds for each forward in flight with its backward.
         """
         bound = self.sequence.lower_bound
         if bound is None:
@@ -357,7 +357,7 @@ class ReportFacts:
 
     @property
     def basis(self) -> Basis | None:
-        """Which of the predicted numbers are exact or assumed; None if the numbers are measured."""
+        """What predicted numbers rest on: which are exact, predicted or assumed; None if the numbers are measured."""
         if self.predicted_for is None:
             return None
         fixed = self.budget.fixed

@@ -62,7 +62,7 @@ def label(operation: Operation, names: abc.Sequence[str]) -> str:
 
 
 def kind(moment: Moment) -> str:
-    """Return "loss", "backward", "again" (a recomputation), "keep" (a forward with a graph) or "pass" (without)."""
+    """Name the kind of operation: "loss", "backward", "again" (recomputed), "keep" (forward with a graph) or "pass"."""
     match moment.operation:
         case Loss():
             return "loss"

@@ -51,7 +51,7 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
     """Return algorithms by name: "optimal, whole" has only storing and recomputing, each other one family of options.
 
-    Families are "in part" and `_KEEPERS`. A single one has no algorithm, since the optimal plan is the same.
+    A family is "in part" or one of `_KEEPERS`. A single one has no algorithm, since the optimal plan is the same.
     """
     known = {name for names in measurement.way_names for name in names}
     families = {"in part": {name for name in known if not name.endswith(_KEEPERS)}}

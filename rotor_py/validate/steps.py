@@ -191,7 +191,7 @@ class TrainingStep:
     forwards: int = 1
     # Whether networks may step in the backward: then parameters are the results, since gradients do not remain.
     in_backward: bool = False
-    last_loss: float = float("nan")  # loss of the last step of `taken`
+    last_loss: float = float("nan")  # loss of the step that `taken` has measured last
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
