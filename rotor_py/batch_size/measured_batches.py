@@ -72,7 +72,7 @@ class MeasuredBatches:
             size = self._sample_bytes[batch] = bytes_like(tensors_in(sample))
             for other, known in self._sample_bytes.items():
                 if (other < batch) != (known < size) and other != batch:
-                    message = f"sample_of(n) must return n rows, got {size} bytes for {batch} and {known} for {other}"
+                    message = f"sample_of(n) must return n rows, got {size} bytes for n={batch}, {known} for n={other}"
                     raise UnsupportedModelError(message, kind="sample_ignores_batch", batch=batch)
             self._measure(network, batch, sample)
             measurement, budget = network.inspection_values, network.budget

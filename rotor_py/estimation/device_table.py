@@ -56,7 +56,7 @@ def find_device(name: str) -> Device:
     # For the beginning of names, suggest these: a100-80 and a100-40 for a100.
     *first, last = [each for each in table if each.startswith(f"{spelled}-")] or near
     meant = f"{', '.join(first)} or {last}" if first else last
-    message = f"no device is called {name!r}; did you mean {meant}? A file of your own has the form of {_TABLE.name}"
+    message = f"no device is called {name!r}; did you mean {meant}? Or describe a device in a file like {_TABLE.name}"
     raise InvalidValueError(message, kind="unknown_device", name=name)
 
 
@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, Device]:
 
 
 def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
-    _check_names("cells", cells, _REQUIRED, _OPTIONAL)
+    _check_names("entries", cells, _REQUIRED, _OPTIONAL)
     values, said = {}, []
     for cell in cells.keys() - {"efficiencies"}:
         # An entry is a value, or a table with `value` and `source`, the name of an entry of [sources].
