@@ -1,6 +1,6 @@
 """Memory that a schedule of `torch.distributed.pipelining` needs on one rank.
 
-A `Checkpointable` serves as the module of a `PipelineStage`. Each rank of a pipeline plans its own model by itself.
+The module of a `PipelineStage` may be a `Checkpointable`. Each rank plans its own stages, without the other ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rotor_py.errors import InvalidValueError
 
 
 def microbatches_in_flight(schedule: Any) -> dict[int, int]:
-    """Return the most microbatches in flight at once, by the index of each of this rank's stages.
+    """Return, for the index of each of this rank's stages, the maximum number of microbatches in flight at once.
 
     A microbatch is in flight from its forward to the end of its backward. If the schedule splits the backward into one
     for inputs and one for weights, the second ends the flight, unless the stage computes both in the first (see
@@ -45,7 +45,7 @@ def stages_of(schedule: Any) -> list[PipelineStage]:
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
-    """Yield the stage index and kind of each computation of this rank: F, B, or for a split backward I and W."""
+    """Yield stage index and letter of this rank's computations: Forward, Backward, or its parts, Inputs and Weights."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
         message = f"schedule must have a list of its actions, pipeline_order, got {type(schedule).__name__}"
@@ -60,7 +60,7 @@ def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
 
 
 def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: Any) -> int:
-    """Return the peak bytes of the buffers for inputs and gradients of one stage in a step of `schedule`.
+    """Return the peak bytes of the tensors that one stage sends and receives in a step of `schedule`.
 
     `received` and `returned` are the input and output of the stage for one microbatch: tensors, possibly on the device
     "meta", or nested structures of tensors. Subtract the bytes from the limit of the stage's model: its plan counts
@@ -70,8 +70,8 @@ def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: A
     count: int = schedule._n_microbatches
     inputs = 0 if stage.is_first else bytes_like(tensors_in(received))
     outputs = 0 if stage.is_last else bytes_like(tensors_in(returned))
-    # Receive buffers exist for all microbatches. Sent tensors are held until the schedule waits for the sends: at once
-    # (1F1B), after all backwards (GPipe), or after all sends of the step.
+    # A stage has receive buffers for all microbatches of a step. It holds sent tensors until the schedule waits for the
+    # sends: at once (1F1B), after all backwards (GPipe), or after all sends of the step.
     sent = (0 if index - 1 in own else inputs, 0 if index + 1 in own else outputs)
     if isinstance(schedule, Schedule1F1B):
         return count * (inputs + outputs) + sum(sent)
@@ -80,9 +80,9 @@ def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: A
 
 
 def whole_backward() -> Callable[[], None]:
-    """A `dw_builder` for `PipelineStage`: compute the backward for weights along with the backward for inputs.
+    """Pass this as the `dw_builder` of `PipelineStage`, to compute weight gradients along with input gradients.
 
-    Without it, a zero-bubble schedule holds a microbatch's saved tensors from its backward for inputs to its backward
-    for weights, plus a gradient per stage, though recomputed stages compute both at once anyway. Results are the same.
+    Without it, a zero-bubble schedule holds a microbatch's saved tensors and output gradients from its backward for
+    inputs to that for weights, though recomputed stages compute both in the first one anyway. Results are the same.
     """
     return lambda: None

@@ -17,15 +17,15 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 
-# With two dimensions of parallelism, a process is in two groups with different members. All connected processes must
-# follow one plan: otherwise one might wait in a collective for another process that waits in a different collective.
-_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # joined groups by the names of the groups joined
+# With two dimensions of parallelism, a process is in two groups with different members. All processes that a chain of
+# groups connects must follow one plan: otherwise two of them could wait for each other in different collectives.
+_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # group of all connected processes, by the names of its groups
 
 
 def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     """Return one group of all processes that are connected to this one through `groups`; None without groups.
 
-    Different groups must be dimensions of one mesh. All processes must make the first call together.
+    Groups with different members must be dimensions of one device mesh. All processes make the first call together.
     """
     different = list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.items())
     if len(different) <= 1:
@@ -54,10 +54,10 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Return an upper bound of the bytes of gathered parameters and their gradients at any time of a step.
+    """Return an upper bound of the bytes of gathered parameters, their gradients and FSDP's buffers during a step.
 
-    The groups that are gathered at the same time depend on the speed of communication. FSDP receives parameters and
-    sends gradients in flat buffers, which exist in addition to the gathered tensors.
+    The speed of communication decides which groups are gathered at the same time. FSDP receives parameters and sends
+    gradients in flat buffers, which exist in addition to the gathered tensors.
     """
     groups = groups_of(model)
     # Bytes by group: of whole parameters, of gradients in the gathered dtype, and of gradients in the reduce dtype.
@@ -88,14 +88,14 @@ def gathered_bytes(model: nn.Module) -> int:
         else:
             throughout += whole[group]
             received.append(whole[group])
-    # In the worst case, one group is in use, one prefetched, and one gathered for a recomputation. The largest counts
-    # twice: while it is gathered, received bytes and parameters exist.
+    # In the worst case, one group computes, one is prefetched, and one is gathered for a recomputation. The largest
+    # counts twice: while it is gathered, both its receive buffer and its parameters exist.
     one, two, three = sorted(passing)[:-4:-1]
     return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the `DistributedDataParallel` around the current forward, or `model` if it is one; else None."""
+    """Return the `DistributedDataParallel` whose forward is running, or else `model` if it is one; otherwise None."""
     # torch has no public name for this. TorchDynamo reads the same attribute, so it is likely to stay.
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     found = active if active is not None else model
@@ -103,7 +103,7 @@ def around(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def communication_bytes(model: nn.Module) -> int:
-    """Return the bytes of communication buffers in this process, in addition to the model and its gradients."""
+    """Return the bytes of DistributedDataParallel's buckets in this process, or else those of `gathered_bytes`."""
     ddp = around(model)
     if ddp is not None:
         # DistributedDataParallel's buckets are as large as all gradients together, each in its parameter's dtype.
@@ -112,11 +112,11 @@ def communication_bytes(model: nn.Module) -> int:
 
 
 def processes(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the processes that share the model's DistributedDataParallel or parameters; None without any.
+    """Return the group of processes that wrap `model` in one DistributedDataParallel or shard its parameters, or None.
 
-    All processes must make the first call together, which creates their group.
+    All these processes must make the first call together, since it may create their group.
     """
-    if not dist.is_initialized():  # a shortcut for training in one process: every step calls this several times
+    if not dist.is_initialized():  # checked first, since every step calls this several times
         return None
     ddp = around(model)
     found = [] if ddp is None else [ddp.process_group]
@@ -133,13 +133,13 @@ def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the processes that communicate inside stages of `model`, and so must run stages equally often, or None."""
+    """Return the processes that communicate in stages of `model`, and so must run each stage equally often; or None."""
     synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return processes(model) if synchronized or _sharing_parameters(model) else None
 
 
 def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether `found` is true in any process of `group`. Collective; `device` is the process's training device."""
+    """Whether `found` is true in any process of `group`. Collective; `device` is where this process trains."""
     if group is None or alone_in_a_prediction():
         return found
     flag = torch.tensor(float(found), device=device)
@@ -148,20 +148,20 @@ def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device)
 
 
 def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """Return each number's maximum over `group`. Collective. Raises ValueError everywhere if the counts differ."""
+    """Return each number's maximum over `group`. Collective. All raise ValueError if their lists differ in length."""
     if group is None or alone_in_a_prediction():
         return list(numbers)
     every: list[list[int]] = gather_objects(list(numbers), group, device)
     least, most = min(map(len, every)), max(map(len, every))
     if most != least:
         raise InvalidValueError(
-            f"one process has {least}, and another has {most}", kind="processes_differ", least=least, most=most
+            f"one process has {least} numbers, and another has {most}", kind="processes_differ", least=least, most=most
         )
     return [max(each) for each in zip(*every, strict=True)]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Return the values of all processes in `group`, in the order of ranks. Collective."""
+    """Return the `value` that each process of `group` passes, in the order of ranks. Collective."""
     if alone_in_a_prediction():
         return [value] * dist.get_world_size(group)
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -176,5 +176,5 @@ def sending_from(device: torch.device) -> AbstractContextManager[object]:
 
 
 def alone_in_a_prediction() -> bool:
-    """Whether devices are simulated. Then other processes are simulated, too, and equal to this one."""
+    """Whether devices are simulated (`estimate`). Then there is one process, and all others count as equal to it."""
     return prediction() is not None

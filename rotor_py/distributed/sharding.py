@@ -28,17 +28,17 @@ HookPlace = tuple[dict[int, Any], int]  # a module's dict of hooks, and the key 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
-    sharded: nn.Parameter  # this process's shard: a DTensor, whose shape is that of the whole parameter
-    places: tuple[tuple[nn.Module, str], ...]  # modules that have the parameter, and its name in each
+    sharded: nn.Parameter  # a DTensor with this process's shard and the shape of the whole parameter
+    places: tuple[tuple[nn.Module, str], ...]  # each module that has the parameter, and its name in this module
     dtype: torch.dtype  # dtype of the gathered parameter
     device: torch.device  # device of the gathered parameter
     size: torch.Size  # shape after gathering: with tensor parallelism, the shape of this process's part
     layout: Any  # with tensor parallelism, the `DTensorSpec` of the gathered parameter; otherwise None
-    mesh: DeviceMesh  # processes that share out the parameter; a further dimension has those with the same shard
+    mesh: DeviceMesh  # processes with a shard of the parameter; along any dimension but the last, the shard is the same
     dim: int  # tensor dimension along which the parameter is sharded
 
     def gather(self) -> torch.Tensor:
-        """Gather the parameter as FSDP does; with tensor parallelism, this process's part as a DTensor. Collective."""
+        """Return the gathered parameter; with tensor parallelism, this process's part as a DTensor. Collective."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         sharded = self.sharded.detach()
@@ -91,7 +91,7 @@ class ShardGroup:
 
     @property
     def spread_after_forward(self) -> int:
-        """Fewest processes over which a parameter is sharded after a forward; 0 if as many as between steps."""
+        """Smallest number of processes over which a forward leaves a parameter sharded; 0: as many as between steps."""
         fewer = [part.post_forward_mesh_info.shard_mesh_size for part in self._parts if part._use_post_forward_mesh]
         return int(min(fewer, default=0))
 
@@ -112,7 +112,7 @@ class ShardGroup:
         return None
 
     def enter(self, module: int, tensors: Tensors) -> Tensors:
-        """Run FSDP's pre-forward hook. Return the module's inputs, whose backward sends the group's gradients."""
+        """Run FSDP's pre-forward hook, which gathers. Return inputs whose backward makes FSDP send the gradients."""
         found = self.modules[module]
         # FSDP moves inputs to its device and reads the first tensor, which fails without any: pass an empty keyword.
         keywords = {} if tensors else {"nothing": None}
@@ -122,14 +122,14 @@ class ShardGroup:
         return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
-        """Run FSDP's post-forward hook. Return the outputs, whose gradients trigger the gather for the backward."""
+        """Run FSDP's post-forward hook. Return outputs whose gradients make FSDP gather parameters for the backward."""
         found = self.modules[module]
         left: Any = found._forward_hooks[_key(found._forward_hooks, self._after)](found, (), tensors)
         return tensors if left is None else tuple(left)
 
     def gather(self) -> None:
         if not self.is_whole:
-            # If FSDP has prefetched the parameters, the backward for which it did comes next and frees them.
+            # If FSDP has prefetched the parameters, the backward for which it did so comes next, and frees them.
             coming = any(part._all_gather_result is not None for part in self._parts)
             self._gathered_here = self.reshards and not coming
             # Call it on any one module: `unshard` and `reshard` apply to the whole group.
@@ -179,11 +179,11 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
     return [ShardGroup(state) for state in dict.fromkeys(module._get_fsdp_state() for module in modules)]
 
 
-Sharding = Mapping[int, ShardedParameter]  # sharded parameters of a model, by `id` of the local shard
+Sharding = Mapping[int, ShardedParameter]  # sharded parameters of a model, by the `id` of their `sharded`
 
 
 def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
-    """Return the parameters sharded by `fully_shard`; with `mixed_precision`, gathered in the dtype of its policy."""
+    """Return the parameters sharded by `fully_shard`, with the gathered dtype of its policy if `mixed_precision`."""
     found = [each for group in groups_of(model) for each in group.parameters]
     if not mixed_precision:
         found = [replace(each, dtype=each.sharded.dtype) for each in found]
@@ -203,7 +203,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Put the shards on the modules, as between steps, so that fingerprints do not depend on the gathered groups."""
+    """Put shards in the place of gathered parameters inside the context, so that the model looks as between steps."""
     slots = [
         (module._parameters, name, module._parameters[name], each.sharded)
         for group in groups_of(model)
@@ -256,14 +256,14 @@ def as_left(model: nn.Module, output: Any) -> Any:
 
 @contextmanager
 def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
-    """Context to run a stage with gathered parameters, and without FSDP's hooks. Collective."""
+    """Inside the context, a stage's modules have gathered parameters, and its FSDP modules no hooks. Collective."""
     if not sharding or not isinstance(function, nn.Module):
         yield
         return
     modules = list(function.modules())
     tables = [getattr(module, name) for module in modules for name in _TABLES if is_fsdp_module(module)]
     hooks = [(table, dict(table)) for table in tables]
-    whole: dict[int, nn.Parameter] = {}  # gathered parameters by id of the shard: a shared one is gathered once
+    whole: dict[int, nn.Parameter] = {}  # gathered parameters by id of the sharded one: a tied one is gathered once
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:
         if id(parameter) in sharding and id(parameter) not in whole:
@@ -294,7 +294,7 @@ def gathered_again(function: Any) -> Iterator[None]:
 def gathered_to_read() -> Iterator[Callable[[Collection[ShardGroup]], None]]:
     """Gather sharded parameters that a recomputation in a backward reads, since FSDP may have gathered another group.
 
-    Yields a function that gathers the given groups and frees all others. All processes must call it in the same order.
+    Yields a function that gathers given groups and frees those of earlier calls. All processes call it in one order.
     """
     here: list[ShardGroup] = []
 

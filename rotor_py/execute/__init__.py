@@ -1,1 +1,1 @@
-"""Replay a sequence inside autograd."""
+"""Run the forward and the backward of a model in the order of a sequence, inside autograd."""

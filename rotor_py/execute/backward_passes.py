@@ -3,7 +3,7 @@
 Rules refer to the Note in `tape`.
 
 Private functions of torch identify a backward pass. They work only inside a node's backward or a hook.
-`ctx.needs_input_grad` is no substitute: it is set in the forward, and ignores which gradients this pass computes.
+`ctx.needs_input_grad` cannot replace them: set in the forward, it does not show which gradients this pass computes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def goes_through_any(nodes: Iterable[Node | None]) -> bool:
 class ActivationStore:
     """Store values (tensors, or nested structures of them) by index, detached, so that they hold no graph.
 
-    With a `storage_dtype`, wider floating tensors are stored in it and read back in their own dtype, rounded. A tensor
-    whose finite numbers would overflow in `storage_dtype` (float16 ends at 65504) is stored in its own dtype.
+    With a `storage_dtype`, wider floating tensors are rounded to it when stored, and read back in their own dtype. A
+    tensor with finite values that would overflow in `storage_dtype` (float16 ends at 65504) is stored in its own dtype.
     """
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
@@ -115,7 +115,7 @@ class ActivationStore:
 
 @dataclass(slots=True)
 class Held:
-    """The values of a tape: detached stage inputs a_i, and recomputed stages with graphs of their own, by stage."""
+    """Values that a tape holds, by stage index: detached stage inputs, and graphs of stages that are recomputed."""
 
     inputs: ActivationStore = field(default_factory=ActivationStore)
     attached: dict[int, AttachedStage] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Held:
 
 @dataclass(slots=True)
 class Pass:
-    """One backward pass. `position`: first operation not run yet; `used`: stages that earlier passes have consumed."""
+    """One backward pass. `position`: index in the replay of the next operation; `used`: stages consumed before."""
 
     task: int
     held: Held
@@ -151,7 +151,7 @@ class Passes:
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
-        """Enter the running backward pass for a stage. On an error, release the values of the pass (Rule 10)."""
+        """Yield the backward pass that has reached the node of `stage`. On an error, release its values (Rule 10)."""
         current = self._current
         if current is None or current.task != current_task():  # Rule 8
             current = None if self.left is None else self._begin()
@@ -176,7 +176,7 @@ class Passes:
         return self._current
 
     def _left_by_this_pass(self, held: Held) -> Held | None:
-        """Return the values that a pass without retain_graph leaves to others; None if it goes through all nodes."""
+        """Return the values that a pass without retain_graph leaves to later ones; None if no node is left to them."""
         self._used |= {stage for stage, node in self.nodes.items() if goes_through(node)}
         if not (others := set(self.nodes) - self._used):
             return None
@@ -201,8 +201,8 @@ _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 class Unclaimed:
     """Parameter gradients of one stage, keyed by the output gradients that they were computed from.
 
-    An entry lives as long as the caller holds those output gradients to start the second pass. It serves only if they
-    are unchanged. After an ordinary pass, nothing holds them, so the entry is freed at once.
+    An entry lives as long as the caller holds those output gradients, to start the second pass from them. It serves
+    only if they are unchanged. After a pass that is not split, nothing holds them, so the entry is freed at once.
     """
 
     def __init__(self) -> None:

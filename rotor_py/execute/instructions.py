@@ -1,4 +1,4 @@
-"""Compile a sequence into instructions for the executor, with stage runners that serve all forwards of a plan."""
+"""Translate a sequence into instructions for the tape, with stage runners that serve all forwards of a plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rotor_solver.offload import Moves
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, and the stage inputs a_i that the tape still needs after it (`live`)."""
+    """One operation; `live` are the indices i of the stage inputs a_i that the tape still needs after it."""
 
     operation: Operation
     live: frozenset[int]
@@ -45,10 +45,10 @@ class Step:
 class Instructions:
     """The operations before the loss (`forward`), those after it (`replay`), and facts about stages.
 
-    A stage `in_graph` has a graph from its first forward on: its operators are in the caller's graph, and the engine
-    runs its backward without the tape. If such a stage is `awaited`, the sequence has forwards or `moves` right before
-    its backward, which the tape runs from a hook. A `recomputed` stage has several forwards. `backward_at` gives the
-    position of each stage's backward in `replay`. The `pieces` of the forward are single operations, or consecutive
+    The first forward of a stage `in_graph` adds its operators to the caller's graph, so the engine runs its backward
+    without the tape. If such a stage is `awaited`, the sequence has forwards or offloads (`moves`) right before its
+    backward, which the tape runs from a hook. A `recomputed` stage has several forwards. `backward_at` gives the index
+    of each stage's backward in `replay`. Each of the `pieces` of `forward` is a single operation, or consecutive
     forwards of stages in the graph, which may run as one function.
     """
 
@@ -61,12 +61,12 @@ class Instructions:
     awaited: frozenset[int] = frozenset()
     moves: Moves | None = None
     options: Mapping[int, int] = field(default_factory=dict)
-    """Storage options by stage, without stages that are stored whole."""
+    """Index of each stage's storage option; without stages of which all saved tensors are stored (option 0)."""
     runs_after_backward: frozenset[int] = frozenset()
     """Stages that a sequence by hand recomputes even after their backward."""
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
-        """Return the inputs that the replay reads until it has run the backward of all these stages."""
+        """Return the indices of the stage inputs that the replay reads before the last backward of these stages."""
         last = max(self.backward_at[stage] for stage in stages)
         before = (step.operation for step in self.replay[:last])
         return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
@@ -76,7 +76,7 @@ class Instructions:
 # sequences compiles them again.
 @lru_cache(maxsize=64)
 def read_sequence(stages: int, sequence: Sequence) -> Instructions:
-    """Compile `sequence` for so many stages. ValueError if it is invalid, or offloads from recomputed stages."""
+    """Translate the sequence of this number of stages. ValueError if it is invalid, or offloads recomputed stages."""
     # The simulator refuses invalid sequences, whatever the costs.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(Chain((Stage(1, (Option(1.0, 1.0, 1),) * options),) * stages, input_bytes=1), sequence)
@@ -144,7 +144,7 @@ def _backward_at(operations: Operations[Operation]) -> dict[int, int]:
 
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
-    """Group consecutive forwards of `plain` stages stored whole. A stage whose input is kept is a piece of its own."""
+    """Group consecutive forwards of `plain` stages that may run as one: stored whole, and without a kept input."""
     found: list[list[Step]] = []
     joins = False
     for step in steps:
@@ -159,10 +159,11 @@ def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step
 
 
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
-    """Return, for every operation, the inputs to hold after it: inputs that a later forward reads and none recomputes.
+    """Return, for every operation, the indices of the stage inputs that the tape must hold after it.
 
-    `first` gives the position of each stage's first forward, which takes its input from the stage before, not from the
-    tape. An input that is part of some ā is read from this ā, even if it is recomputed in the meantime.
+    These are inputs that a later forward reads before another one computes them anew. `first` gives the position of
+    each stage's first forward, which takes its input from the stage before, not from the tape. An input that some ā
+    (saved tensors of a stage) contains is read from it, even if it is computed anew in the meantime.
     """
     saved: list[frozenset[int]] = [frozenset()]  # for every operation, the indices of the ā that exist when it begins
     for operation in operations:
@@ -188,11 +189,11 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
 
 NamedStage = tuple[str, Callable[..., Any]]
 JoinedRun = Callable[[list[Any], tuple[Any, ...]], tuple[Any, ...]]
-"""Run several stages as one function of a list of values, which it empties, and of the forward's context."""
+"""Runs several stages as one, on the first one's input in a list, which it empties, and on values all stages share."""
 
 
 def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
-    """Return a function that runs the stages as one; None if they must run one by one."""
+    """Return a function that runs these consecutive stages as one; None if they must run one by one."""
     parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
@@ -214,7 +215,7 @@ _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Runners:
-    """Runners of `stages`, made on demand by `make`, since joined stages need none; `options` as in `Instructions`."""
+    """Runners of `stages`, made by `make` on demand: stages that run as one need none. `options`: storage options."""
 
     def __init__(
         self, stages: Operations[NamedStage], make: Callable[[int], StageRunner], options: Mapping[int, int] = _WHOLE
@@ -230,7 +231,7 @@ class Runners:
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
-        """Return runners with each stage's option in `options`, or 0. ValueError if a stage has no such option."""
+        """Return runners that store stages by `options`, others whole. ValueError if a stage has no such option."""
         if options is self.options:
             return self
         found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)

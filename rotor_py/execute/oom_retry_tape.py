@@ -45,7 +45,10 @@ from rotor_solver import ForwardEnable, Sequence
 
 
 class SmallerPlans(Protocol):
-    """Plans that need less memory than the last one. Without such a plan, add a note to the error; return None."""
+    """Makes plans that need less memory than the last one. If none does, adds a note to the `error` and returns None.
+
+    `inexact` says why a retry would not be exact; then there is none. It is None if a retry would be exact.
+    """
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """Return a plan for the whole chain, after `error` in its forward."""
@@ -58,7 +61,7 @@ class SmallerPlans(Protocol):
 
 
 class Undo:
-    """State that the coming forward of `function` may change. Copies only buffers known to change, to save memory."""
+    """State that the next forward of `function` may change, to undo it. Copies only buffers known to change."""
 
     def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
         self._random = RandomState.now(devices)
@@ -69,7 +72,7 @@ class Undo:
         self._others = [(slot, slot[2]._version) for slot in buffer_slots(function) if id(slot[2]) not in copied]
 
     def restore(self) -> str | None:
-        """Restore everything. Return the reason if a change cannot be undone, else None."""
+        """Restore the recorded state. Return why a change cannot be undone; None if every change is undone."""
         self._random.restore()
         try:
             self._attributes.put_back()
@@ -125,7 +128,7 @@ class OOMRetryTape(Tape):
             self._follow(read_sequence(len(self.runners), sequence))
 
     def _follow(self, instructions: Instructions) -> None:
-        """Run the whole chain by `instructions`, with every stage in a node."""
+        """Have the next forward follow `instructions`, except that every stage runs in a `StageNode`."""
         operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
         # options of the stages that the forward stores
         self._stored = {each.stage: each.option for each in operations if each.stage in instructions.in_graph}
@@ -192,7 +195,7 @@ class OOMRetryTape(Tape):
         return found
 
     def _begin_anew(self, instructions: Instructions, value: Any = None) -> None:
-        """Release all values but `value`, the chain's input, and follow new instructions."""
+        """Release all held values, keep `value`, the chain's input, if given, and follow new instructions."""
         held = Held()
         if value is not None:
             held.inputs.keep(0, value)

@@ -1,4 +1,4 @@
-"""Run a sequence as nested regions, each of which autograd's own nodes recompute.
+"""Run a sequence as nested regions, each of which is recomputed when a node of autograd reads its saved tensors.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
 is recomputed just before its backward; that recompute may open regions again. The engine sees only torch's own nodes,
@@ -56,13 +56,13 @@ from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, L
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Stages recomputed in the backward from the input of the first: stages and regions, in order."""
+    """Consecutive stages that the backward recomputes from the first one's input: stage indices and inner regions."""
 
     items: tuple[int | Region, ...]
 
 
 def regions(sequence: Sequence) -> tuple[int | Region, ...]:
-    """Return the stages of a memory-persistent sequence in order, with the regions; ValueError for any other."""
+    """Return indices of stored stages, and regions, in order. ValueError if the sequence is not memory-persistent."""
     items, rest = _items(list(sequence))
     if rest:
         raise _not_nested(f"{rest[0]} comes where no region is open")
@@ -70,7 +70,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
 
 
 def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[Operation]]:
-    """Read the forwards at the beginning of `operations`, up to and including all of their backwards."""
+    """Read the first forwards of `operations`, with all their backwards. Return their items, and what follows."""
     found: list[tuple[int, int, bool]] = []  # of each item: first stage, stage after the last, whether it is stored
     at = 0
     while at < len(operations) and not isinstance(operations[at], Backward | Loss):
@@ -136,7 +136,7 @@ def _wait_before_recompute(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The stages in one forward. `again`: stages in regions; `known`: the forward state of each first run."""
+    """The stages in one forward. `again`: stages in regions; `known`: the state in which each of these first ran."""
 
     runners: Operations[StageRunner] | Runners
     stored: list[StageRunner]  # with their storage options
@@ -158,7 +158,7 @@ class _Chain:
 
     def _run_first(self, stages: list[int], value: Any) -> Any:
         for stage in stages:
-            # Without a storage mode, whose hooks would hold values, unless the mode's code may round differently.
+            # Use no storage mode, whose hooks would hold tensors, unless the code of modes may round differently.
             runner = (self.stored if offers_of(self.runners[stage].function).ways_are_code else self.runners)[stage]
             if stage in self.known:
                 value = self._recompute(runner, self.known[stage], value)

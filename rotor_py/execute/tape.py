@@ -1,4 +1,4 @@
-"""Replay a sequence inside autograd.
+"""Run the forward and the backward of a model in the order of a sequence, inside autograd.
 
 # Note [Replaying a sequence inside autograd]
 #
@@ -87,7 +87,7 @@ class Moving:
     _away: dict[int, OffloadableStorages] = field(default_factory=dict)
 
     def come_to(self, position: int) -> None:
-        """Do the plan's waits and fetches up to the operation at this position. OffloadError if a copy out failed."""
+        """Do the waits and fetches planned up to operation `position`. Raises OffloadError if a copy out failed."""
         while self.position <= position:
             for stage in self.moves.wait_out[self.position]:
                 if stage in self._away:
@@ -194,7 +194,7 @@ class CheckpointOptim(StageNode):
 
 
 class Tape:
-    """The state shared by the nodes of one forward. `store` must be empty; the sequence offloads to `tier`.
+    """The state shared by the nodes of one forward. It keeps stage inputs in `store`, and offloads to `tier`.
 
     The tape adds to `changed` the names of stages that cannot be recomputed, since values that they read have changed.
     """
@@ -219,7 +219,7 @@ class Tape:
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
-        self._kept: dict[int, list[int]] = {}  # versions of each kept input's tensors
+        self._kept: dict[int, list[int]] = {}  # by stage, the versions of its kept input's tensors when it was kept
         self.frames: dict[int, Frame] = {}  # frames of stage outputs: a node can return only tensors
         self.passes = Passes(Held(ActivationStore() if store is None else store), instructions)
         self._moving: Moving | None = None
@@ -234,7 +234,7 @@ class Tape:
         self._changed |= {self.runners[stage].name for stage, node in self.passes.nodes.items() if goes_through(node)}
 
     def forward(self, value: Any) -> Any:
-        """Run the operations before the loss; return the output, in the caller's graph."""
+        """Run the operations before the loss on the chain's input `value`; return the output, in the caller's graph."""
         held = self.passes.left
         assert held is not None
         try:
@@ -387,7 +387,7 @@ class Tape:
             raise InvalidStateError(text, kind="rerun_differs", stage=stage, name=runner.name)
 
     def _without_gradient(self, runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
-        """Return output tensors without gradient: passed-on inputs without one, and those found by measuring."""
+        """Return output tensors that have no gradient: inputs passed on without one, and those found by measuring."""
         passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
         # Measuring says nothing about a stage that skips layers at random: outputs lack a gradient in some steps only.
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
@@ -429,9 +429,9 @@ class _MeasuringTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs the stage as a recomputed node, whose overhead may be as long as a small stage takes.
+    """Return a function that runs a stage as a `StageNode`, to time the node's overhead, which may exceed the stage's.
 
-    An empty stage runs first: in a step, other nodes run before, so the node's code is in the CPU's caches.
+    An empty stage runs first: in a step, other nodes run before this one, so their code is in the CPU's caches.
     """
     instructions = read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
     value = torch.ones(1, device="cpu", requires_grad=True)

@@ -43,7 +43,7 @@ class FileTier(Tier):
         self._file = NamelessFile(self.folder)
         self._space = FileSpace()
         self._lock = threading.Lock()
-        # Released ranges, each with its last copy. A range is free once this copy is over. Appending needs no lock.
+        # Ranges to free, each when its last copy is over. Appending to a deque needs no lock.
         self._given_up: deque[tuple[Extent, Copy | None]] = deque()
         self.leaving, self.returning = CopyingThread("rotor writes"), CopyingThread("rotor reads")
         self._closing = weakref.finalize(self, _close, self._file, self.leaving, self.returning)
@@ -72,7 +72,7 @@ class FileTier(Tier):
         return MovedToFile(self, self._file, extent, storage)
 
     def give_up(self, extent: Extent, copy: Copy | None) -> None:
-        """Free a range once `copy` is over. The garbage collector may call this in any thread."""
+        """Free a range of the file once `copy` is over. The garbage collector may call this in any thread."""
         self._given_up.append((extent, copy))
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ def _close(file: NamelessFile, *threads: CopyingThread) -> None:
 
 
 class Copy:
-    """A copy that `run` performs without holding the GIL; `keeps` is the storage whose memory must stay until then."""
+    """A copy that `run` makes without the GIL. The object holds `keeps`, the storage copied, until the copy is over."""
 
     def __init__(self, run: Callable[[], None], keeps: Any) -> None:
         self._run: Callable[[], None] | None = run
@@ -179,7 +179,7 @@ class Copy:
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Wait for the copy and release its memory. Raises OffloadError if it failed."""
+        """Wait for the copy and drop the reference to its storage. Raises OffloadError if the copy failed."""
         self._over.wait()
         self._keeps = None
         # Raise a new error each time: a stored one would keep its frames, and so this copy, alive.
@@ -191,7 +191,7 @@ class Copy:
             )
 
     def abandon(self) -> None:
-        """Release the memory as soon as the copy is over; nothing will wait for this copy."""
+        """Drop the reference to the storage as soon as the copy is over; nothing will wait for this copy."""
         # `do` sets and reads these two flags in the opposite order, so at least one thread sees both set.
         self._abandoned = True
         if self.over:
@@ -255,10 +255,10 @@ class Extent:
 
 @dataclass(slots=True)
 class FileSpace:
-    """Allocates ranges of a file, first fit: every step takes the same ranges, so the file does not grow."""
+    """Allocates ranges of a file, first fit: steps that ask for equal sizes in the same order get the same ranges."""
 
-    end: int = 0  # end of the last range in use
-    taken: int = 0  # bytes in use now
+    end: int = 0  # offset at which the last allocated range ends
+    taken: int = 0  # bytes of the allocated ranges
     _free: list[Extent] = field(default_factory=list)  # sorted by start
 
     def take(self, nbytes: int) -> Extent:
@@ -308,7 +308,7 @@ class NamelessFile:
             os.close(self.descriptor)
 
     def grow(self, size: int) -> None:
-        """Preallocate `size` bytes. Raises OffloadError if the disk has fewer."""
+        """Preallocate the file up to `size` bytes. Raises OffloadError if the disk has no room for it."""
         if size <= self.size:
             return
         try:

@@ -27,8 +27,8 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
 _LEAST = 2**20  # bytes of the smallest buffer. A guess: smaller ones waste time on pinning, larger ones waste memory
-# Largest ratio of a buffer's size to its request, and of all buffers to all requests. Requests are rounded up to powers
-# of two, so with a ratio below two, requests of different sizes could not share buffers.
+# Largest ratio of a buffer's bytes to those requested from it, and of all buffers to the peak of requests. Requests are
+# rounded up to powers of two, so with a ratio below two, requests of different sizes could not share buffers.
 _WASTE = 2
 
 
@@ -47,7 +47,7 @@ class HostTier(Tier):
         return self.buffers.taken_bytes
 
     def reserve(self, nbytes: int) -> None:
-        # Check only. The first step pins buffers, when their number and sizes are known.
+        # Only check the host's memory. The first step pins buffers, when their number and sizes are known.
         available = available_host_bytes() + self.buffers.pinned_bytes
         if nbytes > available:
             message = (
@@ -101,7 +101,7 @@ class MovedToHost(Moved):
     def fetch(self) -> None:
         if self._storage is not None:
             if self._arrived is None:
-                self._forget()  # the device memory was not released, so use that
+                self._forget()  # the storage was not released, so its bytes need no copy back
             return
         training = torch.cuda.current_stream(self._device)  # Rule 1. A backward runs in the stream of its forward
         with torch.cuda.device(self._device):
@@ -145,7 +145,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Pinned host memory, which the device can read and write. `used` is the event of the last copy."""
+    """Pinned host memory, which the device can read and write. `used` is the CUDA event of its last copy."""
 
     memory: torch.Tensor
     asked: int = 0  # bytes of the current request, rounded up
@@ -159,13 +159,13 @@ class PinnedBuffer:
 class PinnedBuffers:
     """A pool of pinned buffers, which are reused because pinning takes as long as many copies.
 
-    A request gets the smallest free buffer of its size to twice its size. All take at most twice the peak of requests.
+    A request gets the smallest free buffer of once to twice its bytes. All take at most twice the peak of all requests.
     """
 
     def __init__(self) -> None:
         self.taken_bytes = 0
         self.pinned_bytes = 0  # bytes of all buffers, in use or free
-        self._asked = self._most_asked = 0  # requested bytes, rounded up: now, and at most
+        self._asked = self._most_asked = 0  # requested bytes, rounded up: now, and their peak
         self._free: list[PinnedBuffer] = []  # sorted by size
         # Reentrant, since the garbage collector may drop a `MovedToHost` at any time, even inside `take`.
         self._lock = threading.RLock()

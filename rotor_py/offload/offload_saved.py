@@ -1,8 +1,8 @@
 """Offload the saved tensors of a stage to a memory tier until its backward; the interface of tiers."""
 
-# Note [Moving activations to another tier and back]
+# Note [Offloading activations and fetching them]
 #
-#  1. Offloading moves whole storages, so tensors that are views of one storage move together, once.
+#  1. Whole storages are offloaded, so tensors that are views of one storage are copied together, once.
 #  2. Copies run concurrently with training. The caller that starts a copy waits for it: `wait_out` before the memory is
 #     released, `storage` before the bytes are read.
 #  3. Only the training thread allocates and frees memory, never a copying thread. So allocations have one order, a plan
@@ -22,9 +22,9 @@ from rotor_py.errors import InvalidStateError
 
 
 class Moved:
-    """A storage on its way out, in a tier, or on its way back. Dropping this object frees the storage's space.
+    """A storage being copied to a tier, there, or being copied back. Dropping this object frees its space in the tier.
 
-    This base class is for fake tensors: it frees the storage when the copy is waited for, and copies take no time.
+    This base class is for fake tensors: it copies nothing, and frees the storage in `wait_out`.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -32,14 +32,14 @@ class Moved:
         self._storage: torch.UntypedStorage | None = storage
 
     def wait_out(self) -> None:
-        """Wait until the bytes are copied out, and release the storage. Raises OffloadError if the copy failed.
+        """Wait until the bytes are in the tier, and release the storage. Raises OffloadError if the copy failed.
 
         Does nothing if the storage was released before or the bytes were fetched again.
         """
         self._storage = None
 
     def fetch(self) -> None:
-        """Allocate a storage and start the copy back. Does nothing if the storage was not released, or is back."""
+        """Allocate a storage and start the copy back. Allocates none if the storage was not released, or is back."""
         if self._storage is None:
             self._storage = torch.empty(self.nbytes, dtype=torch.uint8).untyped_storage()
 
@@ -51,7 +51,7 @@ class Moved:
 
 
 class Tier:
-    """A memory tier for storages, used by one thread at a time. This base class simulates one, for fake tensors."""
+    """A place to offload storages to, used by one thread at a time. This base class simulates one, for fake tensors."""
 
     name = "host"  # the tier's name in options: `host`, or `file:/path`
     moved_bytes = 0  # bytes offloaded so far
@@ -64,7 +64,7 @@ class Tier:
         """Reserve space for `nbytes` held at once. Raises OffloadError if the tier has less."""
 
     def move_out(self, storage: torch.UntypedStorage) -> Moved:
-        """Start to offload a storage, which nothing may write to from now on. Raises OffloadError if out of space."""
+        """Begin to offload a storage, to which nobody may write from now on. OffloadError if the tier has no space."""
         self.moved_bytes += storage.nbytes()
         return Moved(storage)
 
@@ -72,8 +72,8 @@ class Tier:
         """Free all space after the running copies. Offloaded bytes are lost."""
 
 
-# Offloading starts after a stage has run: only then is it known which of the storages that it saved have other
-# references, such as the next stage's input. Moving these would free nothing.
+# Offloading starts after a stage has run: only then is it known which of the storages that autograd saved have other
+# references, such as the next stage's input. Offloading these would free nothing.
 
 
 # Smaller storages are not offloaded: handing a copy to a thread takes as long as copying 64 KiB (rough measurement).
@@ -81,7 +81,7 @@ LEAST_BYTES = 64 * 2**10
 
 
 class OffloadableStorages:
-    """Storages that one stage run saves. They are in memory until `offload` moves the offloadable ones."""
+    """Storages that autograd saves in one run of a stage. `offload` copies the offloadable ones to a tier."""
 
     def __init__(self) -> None:
         # Weak references, so that storages are freed when autograd drops them.
@@ -93,7 +93,7 @@ class OffloadableStorages:
         return saved
 
     def offloadable(self) -> list[SavedStorage]:
-        """Return live, unmodified storages that only autograd references. Call this after the run."""
+        """Return the unmodified storages to which only autograd refers. Call this after the stage has run."""
         return [each for each in self._alive() if each.only_owner]
 
     def _alive(self) -> list[SavedStorage]:

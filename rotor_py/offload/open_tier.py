@@ -18,7 +18,7 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_solver import InvalidValueError
 from rotor_solver.offload import Link
 
-# Share of the measured bandwidth that plans use: training needs bandwidth, too. A guess: if too high, steps are slower.
+# Share of the measured bandwidth on which plans count: training needs some, too. A guess: if too high, steps wait.
 _SHARE = 0.8
 _PIECE = 4 * 2**20  # bytes of one copy: so large that the fixed cost of a copy does not matter
 # The bandwidth is measured for 0.2 s, but with at most 64 copies. Guesses.
@@ -27,7 +27,7 @@ _MOST_PIECES = 64
 
 
 def link_of(name: str, device: torch.device) -> Link:
-    """Return the link between memory of `device` and a tier; of a simulated device, from the table of devices."""
+    """Return the bandwidths between `device` and the tier `name`: measured, or a simulated device's from its table."""
     found = prediction()
     rate = math.floor(_SHARE * (measured_bandwidth(name, device) if found is None else found.host_bandwidth))
     return Link(rate, rate)
@@ -35,7 +35,7 @@ def link_of(name: str, device: torch.device) -> Link:
 
 @cache
 def measured_bandwidth(name: str, device: torch.device) -> float:
-    """Return a tier's bytes per second, measured once per process so that all its plans use the same bandwidth."""
+    """Return a tier's bytes per second, measured once per process, so that all plans of a process assume the same."""
     tier = opened(name)
     try:
         return measure_bandwidth(tier, device)
@@ -44,7 +44,7 @@ def measured_bandwidth(name: str, device: torch.device) -> float:
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> float:
-    """Measure the bytes per second of `tier`, out and back at the same time. Needs three pieces (12 MiB) of memory."""
+    """Measure the bytes per second each way of copies to and from `tier` at once. Needs three pieces (12 MiB)."""
     source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
     warm = tier.move_out(source)  # warm-up: the first copy creates threads and streams, and allocates the file
     warm.wait_out()
