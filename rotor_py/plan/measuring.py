@@ -1,4 +1,4 @@
-"""Turn a model and an input into a plan with costs: cut the model into stages, measure these, divide the limit; log."""
+"""Make a plan that has costs, but no sequence yet: cut a model into stages, measure these, and divide the limit."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-# Ratio of the time of all passes through a model to that of the first. A guess, used only for a logged duration.
+# Ratio of the time of all measuring to that of its first pass through all stages. A guess, used only in a log line.
 _LONGER = 3.0
 
 
 @contextmanager
 def telling(settings: Settings, model: str) -> Iterator[Progress]:
-    """Yield a progress callback; log the measuring of `model`, at level WARNING if the user asked for it, else INFO."""
+    """Yield a progress callback; log measuring of `model` at WARNING, with `verbosity` or `progress=True`, or INFO."""
     given, created = settings.progress, time.monotonic()
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
     began: list[float] = []
@@ -128,12 +128,12 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
             elsewhere=ELSEWHERE in settings.keepers,
             closely=closely,
             stepped=stepped_parameters(core, settings.step_in_backward),
-            # Several processes always count outputs as held: they could not agree on what a step of one shows.
+            # Several processes assume that callers hold outputs: if a step of one showed it, the others would not know.
             outputs_held=model.holds_outputs or not model.alone,
-            # Time nodes on a CPU only: on other devices, simulated or not, Python's time overlaps with kernels.
+            # Time the overhead of nodes on a CPU only: elsewhere, Python runs while kernels do, so it adds no time.
             as_node=single_stage_node if device.type == "cpu" and prediction() is None else None,
         )
-        # A strategy by hand chooses stages, so it never needs a graph compiled as a whole.
+        # A strategy by hand chooses which stages are recomputed, so the graph cannot be compiled as a single stage.
         whole = None if settings.inductor is None or settings.by_hand is not None else room
         ways, sample = source.measure(value, device, options, whole)
     plain = ways[-1]
@@ -148,7 +148,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         ways=() if settings.inductor is None else tuple(ways),
         fresh_gradients=settings.fresh_grads,
     )
-    if plan.ways:  # until a limit is solved for, use the variant that is fastest without recompute
+    if plan.ways:  # until the plan is solved, run the variant that is fastest without recomputing
         candidates = [way for way in plan.ways if way.cut.members is not None] or plan.ways
 
         def seconds(way: MeasuredCut) -> float:

@@ -1,4 +1,4 @@
-"""Plan within smaller limits after an out-of-memory error, at most three times in a step.
+"""Plan within smaller limits after an out-of-memory error, at most three times for a forward and its backward.
 
 The failed allocation was only the first that did not fit: a plan must shrink by at least as many bytes, maybe by more.
 """
@@ -26,10 +26,10 @@ _log = logging.getLogger("rotor_py")
 
 
 def guarded(plan: StepPlan) -> StepPlan:
-    """Return the plan with the budget of steps on an `OOMRetryTape`, which cost more than those on a `Tape`.
+    """Return the plan with a budget for steps on an `OOMRetryTape`, which need more memory than those on a `Tape`.
 
-    Every stage is a node. Every plan keeps copies of mutable buffers, even without recompute, and copies that undo the
-    forward of one stage: copies of all buffers if the stages are not known yet.
+    Every stage is a node. Even if nothing is recomputed, a step holds copies of the buffers that forwards change, and
+    the copies with which `Undo` restores one stage: of all buffers if the stages are not known yet.
     """
     budget, fixed = plan.budget, plan.budget.fixed
     copies = budget.snapshot_bytes + (undo_bytes(plan.functions) if plan.functions else fixed.buffers)
@@ -74,14 +74,14 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
 
 
 _NOT_AGAIN = "on_oom='replan' has not run this again"
-_TRIES = 3  # Retries of a step. The last one uses the plan that needs least.
-# Minimum share by which a retry lowers the limit. A guess: the failed request may have been only a few kilobytes. Too
-# large a share costs needless recompute.
+_TRIES = 3  # Maximum number of retries of a forward and its backward. The last one uses the plan that needs least.
+# Smallest share of the limit by which a retry lowers it. A guess: a failed request of a few kilobytes does not show how
+# much is missing. With too large a share, more is recomputed than has to be.
 _SHARE = 1 / 8
 
 
 class Replanner:
-    """Make smaller plans for the `number`-th forward in flight by `plan`, its backward, and later steps."""
+    """Makes smaller plans after an out-of-memory error in the `number`-th forward in flight, or in its backward."""
 
     def __init__(self, plan: StepPlan, model: TrainedModel, number: int = 1) -> None:
         self._plan = plan
@@ -96,7 +96,7 @@ class Replanner:
 
     @cached_property
     def _limit(self) -> int:
-        """Return the bytes that the sequence in use needs; after a retry, the limit of that retry."""
+        """The peak bytes of the sequence that this forward follows; after a retry, the limit of that retry."""
         return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps never ask
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
@@ -118,7 +118,7 @@ class Replanner:
 
     @contextmanager
     def explaining_other_errors(self) -> Iterator[None]:
-        """Add a note to an out-of-memory error from outside of the stages, which no plan can avoid."""
+        """Inside the context, note on an out-of-memory error that it was not retried, since no stage has raised it."""
         try:
             yield
         except RuntimeError as error:
@@ -127,7 +127,7 @@ class Replanner:
             raise
 
     def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
-        """Lower the limit, and log it; return False, with a note on `error`, if no retry is possible."""
+        """Lower the limit, solve, and log it; if no retry is possible, note why on `error`, and return False."""
         least, before, why = self._budget.least_bytes(), self._limit, inexact
         if why is None and before <= least:
             why = f"no plan needs less memory than the one in use, {exact_bytes(before)}"

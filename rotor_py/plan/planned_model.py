@@ -1,4 +1,4 @@
-"""Expose the settings of a model with a planner, and the plan in use."""
+"""Expose the settings of a model with a planner, and the plan that its steps follow."""
 
 from __future__ import annotations
 
@@ -63,11 +63,12 @@ class PlannedModel(Transparent):
     backward_order = Setting[str | None]()
     watch = Setting[bool | None]()
 
-    # Facts about the plan in use; None, or an empty list, before anything has been measured.
+    # Facts about the plan in use, the one that the last step followed or the next one will. None, or an empty list,
+    # before anything has been measured.
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence in use. Steps follow a sequence that you set here, whatever memory it takes.
+        """The forwards and backwards that steps run, in order. You may set another, even one that exceeds the limit.
 
         If forwards in flight follow different sequences, this is the first forward's, and its `beside` holds the
         others'. With several processes, the next forward solves again, since all have to agree on a sequence.
@@ -85,17 +86,17 @@ class PlannedModel(Transparent):
 
     @property
     def budget(self) -> Budget | None:
-        """The division of the limit into fixed memory and room for the chain."""
+        """The bytes that a step needs besides its stages (parameters, gradients, optimizer), and the stages' chain."""
         return None if (plan := self._planner.plans.in_use) is None else plan.budget
 
     @property
     def chain(self) -> Chain | None:
-        """The measured chain, in seconds and bytes."""
+        """The measured costs of the stages, in seconds and bytes, from which solvers find sequences."""
         return None if self.budget is None else self.budget.chain
 
     @property
     def inspection_values(self) -> Measurement | None:
-        """The measurements of every stage."""
+        """The measurements of the stages and the loss."""
         return None if (plan := self._planner.plans.in_use) is None else plan.measurement
 
     @property
@@ -105,7 +106,7 @@ class PlannedModel(Transparent):
 
     @property
     def step_in_backward(self) -> torch.optim.Optimizer | None:
-        """The optimizer that steps parameters in the backward."""
+        """The optimizer that steps parameters in the backward, as given to `Checkpointable`, or None."""
         return self._planner.settings.step_in_backward
 
     @property
@@ -139,7 +140,7 @@ class PlannedModel(Transparent):
         return self._planner.device
 
     def plan(self) -> Plan:
-        """Return the plan in use, as an object that can be saved to a file.
+        """Return the plan that steps follow, as an object that can be saved to a file.
 
         Raises ValueError if nothing has been measured, if the model has since been changed for another kind of step, or
         if `compile` has options that a file cannot hold.
@@ -185,7 +186,7 @@ class PlannedModel(Transparent):
 
 
 def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
-    """Convert a solved plan for a file. The model must be in training mode. ValueError as from `PlannedModel.plan`."""
+    """Return a solved plan in the format of plan files, for `PlannedModel.plan`. The model must be in training mode."""
     sequence, settings, device = plan.followed, model.settings, model.device_of(plan.input_spec)
     # A file does not record `on_oom`: the user gives it again on loading.
     fresh, unlimited = settings.fresh_grads if plan.file is None else plan.file.fresh_grads, plan.unlimited(settings)

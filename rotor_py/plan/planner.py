@@ -108,7 +108,7 @@ class Planner:
         self.settings = settings
         self.model = TrainedModel(whole, core, settings)
         self.plans = StepPlans(self.model)
-        self._told: set[object] = set()  # kinds of warnings already logged
+        self._told: set[object] = set()  # `kind` of each warning already logged
         self._lazy = _is_lazy(core)
         self._one_process_only = settings.offload is not None or one_process_only(settings) is not None
         self._forwards = Forwards()
@@ -126,7 +126,7 @@ class Planner:
 
     @property
     def in_use(self) -> StepPlan:
-        """The step plan in use. Raises ValueError if nothing has been measured."""
+        """The plan that steps follow. Raises ValueError if nothing has been measured."""
         if self.plans.in_use is None:
             text = "nothing has been measured yet; call measure(input), or train one step"
             raise InvalidValueError(text, kind="not_measured")
@@ -135,8 +135,6 @@ class Planner:
     @property
     def device(self) -> torch.device:
         return self.model.device_of(None if self.plans.in_use is None else self.plans.in_use.input_spec)
-
-    # Requests of the user.
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, closely: bool = False) -> None:
         """Event 1: cut the model into stages and measure them on these arguments; `closely` for more precise times."""
@@ -152,7 +150,7 @@ class Planner:
     def solve(
         self, limit: float | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
     ) -> Sequence:
-        """Event 2: find the sequence to train by; see `solving.solve`. ValueError if nothing has been measured."""
+        """Event 2: find the sequence that steps will follow; see `solving.solve`. ValueError if nothing is measured."""
         return solve(self.in_use, self.model, limit, slots=slots, algorithm=algorithm)
 
     def solved(self) -> StepPlan:
@@ -209,7 +207,7 @@ class Planner:
             self._warn_once(text, record_fields("compile_ignored", name="torch.compile"))
 
     def warn_of_evaluation(self, error: InfeasibleError) -> None:
-        """Warn once that a forward in eval mode, whose gradients may be unused, runs without a plan."""
+        """Warn once that a forward in eval mode, for which no plan fits the limit, runs without one."""
         extra = record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit)
         text = f"use torch.no_grad() if you need no gradients: a forward in eval mode runs without a plan ({error})"
         self._warn_once(text, extra)
@@ -220,12 +218,10 @@ class Planner:
             _log.warning(text, extra=extra)
 
     def copied(self) -> Planner:
-        """Event 11: return a planner for a copy of the model. It refers to this model until `copy` has copied it."""
+        """Event 11: return a planner for a copy of the model. Copying its state replaces the references to this one."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans.take_along(self.plans.in_use)
         return twin
-
-    # Forwards by plans.
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Event 5: run the model forward, so that its backward follows a plan; without a plan if nothing trains."""
@@ -240,7 +236,7 @@ class Planner:
             return self._run(args, kwargs, second=second)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool) -> Any:
-        """Run a forward by plan. `second`: the caller's checkpoint region recomputes the model; observers ignore it."""
+        """Run a forward by plan. `second`: the caller's checkpoint region recomputes it, so nothing observes it."""
         model, stepper = self.model, None if second else self._stepper
         model.note_planned()
         if stepper is not None:
@@ -257,7 +253,7 @@ class Planner:
                 plan.file.refuse_other_steps(model.stepping())
             self.plans.begin_anew()  # the optimizer now has other parameters than those that the plans know
         self.plans.make_ready(spec, value, in_flight=second or bool(flying))
-        # With forwards in flight, or in a backward (of a reentrant region), existing gradients may belong to this step.
+        # With forwards in flight, or in a backward (of a reentrant region), existing gradients may be this step's own.
         if spec.model.has_gradients and not (second or flying or in_backward()):
             self._gradients.notice(value)
         by_plan = self._run_second if second else self._run_planned
@@ -279,7 +275,7 @@ class Planner:
         return self._run_other_way(value, by_plan)
 
     def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a forward as one value. Lazy layers make their parameters before the first one."""
+        """Return the arguments of a forward as one value. Before the first, lazy layers make their parameters here."""
         if self._lazy and _is_lazy(self.model.core):
             self._make_lazy_parameters(args, kwargs)
         self._lazy = False
@@ -304,7 +300,7 @@ class Planner:
                 module.training = mode
 
     def _run_other_way(self, value: Any, by_plan: Callable[..., Any]) -> Any:
-        """Run a forward whose graph differs from that of the plan in use, for example for another shape."""
+        """Run a forward whose graph differs from that of the plan in use: by a waiting plan, or else by a new one."""
         answers = self.in_use.source.answers  # the shape, not the data, has changed the graph
         spec = replace(StepSpec.of(self.model.core, value), answers=answers)
         for plan in self.plans.for_other_graphs(spec):
@@ -339,7 +335,7 @@ class Planner:
         return output
 
     def _run_second(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
-        """Run the model for a checkpoint region that the caller recomputes. Not observed, since no backward follows."""
+        """Run the model for a checkpoint region that the caller recomputes, not observed: no backward follows."""
         plan = self.in_use
         sequence = self._second_runs.sequence(plan, self._forwards.held_bytes(self.model), self.model)
         return self._follow(sequence, plan, value, len(flying) + 1, goes_on=goes_on)

@@ -1,6 +1,6 @@
 """Track forwards in flight: those whose backward is still to come while another forward begins.
 
-A plan leaves room for as many as were declared or seen. If one more does not fit, it follows a smaller sequence.
+A plan leaves room for as many as were declared or seen. If one more does not fit, it follows a sequence that does.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rotor_solver.in_flight import Footprint, with_room_at_loss
 
 _log = logging.getLogger("rotor_py")
 
-# Steps with backwards in reverse, after which plans rely on this order. A guess: fewer risk a wrong order and memory.
+# Number of steps with backwards in reverse after which plans rely on it. A guess: with fewer, later steps may break it.
 _ENOUGH = 3
-_MOST_KNOWN = 64  # Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn.
+_MOST_KNOWN = 64  # Number of budgets and sequences to cache. A guess above what a model's kinds of steps need.
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class ForwardInFlight:
 
     plan: StepPlan
     sequence: Sequence
-    used: bool = False
+    used: bool = False  # whether its last backward pass frees its graph
     counted: bool = False  # whether its backward has been observed
     nodes: tuple[int, int] = (0, 0)  # numbers of autograd nodes that the thread had made before and after it
     passes: tuple[int, ...] = ()  # numbers of the backward passes through it
@@ -53,7 +53,7 @@ class Forwards:
         self._knows_split = False  # whether a backward has computed gradients of inputs only, not of parameters
 
     def in_flight(self) -> list[ForwardInFlight]:
-        """Return the forwards whose backward has not begun and whose graph is alive."""
+        """Return the forwards whose graph is alive, and which no backward pass has reached that frees the graph."""
         found = [forward for each in self._flying if (forward := each()) is not None and not forward.used]
         self._flying = [ref(each) for each in found]
         return found
@@ -61,7 +61,7 @@ class Forwards:
     def forward_returned(
         self, plan: StepPlan, sequence: Sequence, model: TrainedModel, output: Any, began: int | None = None
     ) -> None:
-        """Note a forward that has returned. `began`: number of autograd nodes made before it."""
+        """Count a forward that has returned as in flight. `began`: number of autograd nodes that existed before it."""
         returned = torch_compat.get_sequence_nr()
         flying = ForwardInFlight(plan, sequence, nodes=(returned if began is None else began, returned))
         for tensor in tensors_in(output):
@@ -74,7 +74,7 @@ class Forwards:
         model.note_planned()
         if current_task() not in forward.passes:
             forward.passes += (current_task(),)
-            # A new phase of training has another form: numbers of nodes in model and loss, of passes, or their modes.
+            # In a new phase of training, some of these change: numbers of nodes of model and loss, passes, their modes.
             (began, returned), now = forward.nodes, torch_compat.get_sequence_nr()
             made = returned - began, now - returned
             if torch.is_grad_enabled():  # create_graph: later plans must not recompute the stages of its graph
@@ -139,7 +139,7 @@ class Forwards:
         return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
 
     def sequence_beside(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> Sequence:
-        """Return a sequence for one more forward in flight: the plan's, or a smaller one that fits, else warn."""
+        """Return the plan's sequence for a forward beside `flying`; if it does not fit, one that does, or warn."""
         if not flying:
             return plan.followed
         count = len(flying) + 1
@@ -178,14 +178,14 @@ class Forwards:
         return found
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
-        # Of a budget for several forwards: one for a single forward omits memory that it holds outside the chain.
+        # Use a budget for two forwards: that for a single one omits what a waiting forward holds outside the chain.
         budget = self._budget(plan, model, 2)
         key = "footprint", id(budget), id(sequence)
         found: Footprint = self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
         return found
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
-        """Return the fastest sequence within `rest` bytes that leaves `working` bytes free at its loss, or None."""
+        """Return the fastest sequence within `rest` bytes that leaves `working` bytes free during the loss, or None."""
 
         def solve() -> Sequence | None:
             try:

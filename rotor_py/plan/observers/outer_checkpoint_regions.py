@@ -42,21 +42,23 @@ innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
 
 @contextmanager
 def outer_hooks_aside() -> Iterator[None]:
-    """Hide the context from the caller's saved-tensor hooks: checkpoint's would measure again inside of measuring."""
+    """Inside the context, the caller's saved-tensor hooks are off: checkpoint's would run the model while measuring."""
     with _hooks_aside(lambda pack: True):
         yield
 
 
 @contextmanager
 def outer_regions_aside() -> Iterator[bool]:
-    """Hide the context from the caller's regions (see the Note); yield whether one recomputes, from torch 2.8 on."""
+    """Inside the context, the caller's regions are off (see the Note). Yields whether the caller's backward recomputes
+    one of them; False before torch 2.8.
+    """
     with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
 
 
 @contextmanager
 def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
-    """Remove the innermost hooks whose pack function satisfies `which`; yield these functions."""
+    """Remove the innermost hooks whose pack functions satisfy `which` inside the context. Yields these functions."""
     hooks: list[tuple[_Hook, _Hook]] = []
     # `True`: also hooks that are off during tracing.
     while (found := innermost_hooks(True)) is not None and which(found[0]):
@@ -90,7 +92,7 @@ def _replace(modes: list[Any], others: list[Any]) -> None:
 
 
 class NestedRecompute:
-    """Gives sequences to forwards that a region of the caller recomputes (Rule 2 of the Note)."""
+    """Chooses the sequence of a forward that a region of the caller recomputes (Rule 2 of the Note)."""
 
     def __init__(self) -> None:
         self._known: tuple[Budget, Sequence, int] | None = None

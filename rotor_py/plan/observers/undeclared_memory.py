@@ -26,11 +26,11 @@ _log = logging.getLogger("rotor_py")
 
 
 _waiting: WeakSet[StepPlans] = WeakSet()  # the plans of models without a declared optimizer
-# The only hook on all optimizers, registered with the first planner: importing this library changes no optimizer.
+# Handle of the one hook on all optimizers. The first planner registers it, so importing this library hooks nothing.
 _hooks: list[Any] = []
 
 
-# By model and optimizer: the model's `planned` at the optimizer's last step; None if it trains other models.
+# By model and optimizer: the model's `planned` at the optimizer's last step; None if the optimizer does not train it.
 _followed: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, int | None]] = WeakKeyDictionary()
 _watched: WeakKeyDictionary[TrainedModel, ref[WatchedSteps]] = WeakKeyDictionary()
 _told: WeakSet[TrainedModel] = WeakSet()
@@ -50,7 +50,7 @@ def wait_for_optimizers(plans: StepPlans, watched: WatchedSteps) -> None:
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # This library's own steps use a planner with watch=False; it exempts the model from the warning below.
+    # Steps that this library takes itself have a planner with watch=False, for which the warning below is left out.
     unwatched = [model.core for model in _followed if model.settings.watch is False]
     for model in list(_followed):
         passes_by = _passes_by(optimizer, model)
@@ -64,7 +64,7 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool | None:
-    """Whether `optimizer` is about to step `model` without a planned forward; None if it trains other models."""
+    """Whether `optimizer` steps gradients without a planned forward since its last step; None: of other models."""
     known, now = _followed[model], model.planned
     if optimizer not in known:
         known[optimizer] = 0 if _trained_by(optimizer, model) else None
@@ -114,11 +114,11 @@ def _detect(optimizer: torch.optim.Optimizer) -> None:
 
 
 class KeptGradients:
-    """Detects kept gradients before the forward, so that the first step with them stays inside the limit, too."""
+    """Detects gradients of an earlier step before the forward, so that the first step with them fits the limit, too."""
 
     def __init__(self, plans: StepPlans) -> None:
         self._plans, self._model = plans, plans.model
-        self._known: tuple[object, ...] = ()  # the last sequence and limit that were checked
+        self._known: tuple[object, ...] = ()  # the sequence and the limit of the last check
 
     def notice(self, value: Any) -> None:
         """Warn, and plan again where allowed, unless a step on `value` has room for gradients that already exist."""

@@ -37,7 +37,7 @@ never end."""
 
 
 _LATER = (10, 100, 1000)
-"""Steps of a plan watched again on the CPU, as is every later thousandth: losses may grow in later phases."""
+"""Steps of a plan watched again on the CPU, as is every later thousandth: losses may need more memory later on."""
 
 
 class _Alive:
@@ -47,7 +47,7 @@ class _Alive:
 
 
 class _Owned:
-    """A forward's reference to the step's token, which its last backward pass drops."""
+    """One forward's reference to the token of its step. The forward's last backward pass sets it to None."""
 
     __slots__ = ("__weakref__", "task", "token")
 
@@ -74,15 +74,15 @@ class WatchedStep:
         self._token: weakref.ref[_Alive] | None = None
         self._most, self._one_plan = 1, True
         self._losses: list[str] = []  # the phases that follow a forward, until a gradient arrives
-        self._backwards, self._done = 0, 0  # gradients that have arrived, and those whose pass is over
-        self._in_first_pass = 0
+        self._backwards, self._done = 0, 0  # number of backwards of forwards that have begun, and that are over
+        self._in_first_pass = 0  # number of forwards that go backward in the first pass
         self._outputs_held = False  # whether outputs other than the loss still exist when its backward is over
         self._retained: list[weakref.ref[_Owned]] = []
         self._differentiated: list[_Alive] = []
         self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
-        """Let a forward by `plan`, one of `in_flight`, join the step; return False if the step is over, or endless."""
+        """Count a forward by `plan`, one of `in_flight`, to this step. Return False if it is over or seems endless."""
         if self._token is None or self._token() is None:
             return False
         if self.forwards == _MOST_FORWARDS:
@@ -123,7 +123,7 @@ class WatchedStep:
         self._stop_waiting()
 
     def _wait_for_last_pass(self, token: _Alive) -> None:
-        """Let a parameter gradient end the step: a second-order backward need not pass through the model's output."""
+        """End the step when a pass without retained graph reaches a parameter: it need not reach the model's output."""
         trained = [each for each in self._model.core.parameters() if each.requires_grad]
         if not self._differentiated and trained:
             self._differentiated.append(token)
@@ -191,7 +191,7 @@ class WatchedStep:
             _warn_over_limit(self._model, peak_bytes, self._limit_bytes, more)
 
     def _loss(self, phases: dict[str, Phase]) -> Phase:
-        """Return the phase of one loss. Losses of forwards that go backward together share the last forward's phase."""
+        """Return the memory of one loss: an equal share for each if several forwards go backward in one pass."""
         *before, last = (phases[name] for name in self._losses)
         rise = sum(phase.kept for phase in before) + last.rise
         kept = sum(phase.kept for phase in (*before, last))
@@ -200,7 +200,7 @@ class WatchedStep:
 
 
 _MOST_OVERRUNS = 1
-"""Overruns after which the planner solves again. One more overrun only logs a warning, as do later, larger ones."""
+"""Number of steps over the limit that solve again. The next one only logs a warning, as do later, larger ones."""
 
 
 class WatchedSteps:
@@ -211,10 +211,10 @@ class WatchedSteps:
         self._watch: StepWatch | None = None
         self._running: WatchedStep | None = None
         self._device: tuple[StepPlan, torch.device] | None = None
-        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []  # outputs of the last watched step
+        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []  # storages of the last watched step's outputs
 
     def forward_begins(self, plan: StepPlan, value: Any, in_flight: int) -> None:
-        """Watch the step that a forward on `value` begins, unless there is nothing to watch for."""
+        """Watch the step that a forward on `value` begins or joins, if steps by `plan` are to be watched (`_begin`)."""
         self.end_retained()
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
@@ -225,7 +225,7 @@ class WatchedSteps:
         self._running = step
 
     def end_retained(self) -> None:
-        """End a step with a retained graph, when an optimizer steps or the next forward begins."""
+        """End a step that only retained graphs keep going, since an optimizer steps or the next forward begins."""
         step = None if self._step is None else self._step()
         if step is not None:
             step.drop_retained()
@@ -290,15 +290,15 @@ def _most_alive(storages: list[weakref.ref[torch.UntypedStorage]], nbytes: int) 
 
 
 _WORTH_SAYING = 10
-"""A warning names each cause of at least a tenth of the overrun. A guess, which only changes the warning's text."""
+"""A warning names each cause of more than a tenth of the overrun. A guess, which only changes the warning's text."""
 
 
 def account_for(
     loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel, *, outputs_held: bool
 ) -> None:
-    """Add the measured bytes of a step, and of its `loss` phase, to the budget; above `limit`, warn and solve again.
-
-    `outputs_held`: the caller has held other outputs than the loss.
+    """Correct the budget of `plan` by a step that took `peak_bytes`, and its loss the memory `loss`. If the corrected
+    peak exceeds `limit`, warn, and solve again where allowed. `outputs_held`: whether the caller has held other outputs
+    than the loss through the backward.
     """
     plan.store_changed(model.settings)  # before solving: the next plan must store these stages
     measurement, budget = plan.measurement, plan.budget
@@ -383,8 +383,8 @@ MARGIN = 0.05
 less than a hundredth, convolutions by more if a library allocates much memory. A smaller margin costs needless
 measurements, a larger one hides wrong predictions."""
 _MOST_ASKED = 16
-"""Forwards in which processes exchange whether the prediction holds. A guess: the first watched step shows it. With too
-few, a wrong prediction stays in use."""
+"""Number of forwards in which processes exchange whether the prediction holds. A guess: the first watched step shows
+it; with too few, steps go on by a wrong prediction."""
 
 
 def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
