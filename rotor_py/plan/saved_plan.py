@@ -1,6 +1,6 @@
 """Save and load plans as JSON files. These hold only data: loading checks every field and executes none.
 
-Stages are compiled anew, with the user's options of Inductor; the file's, some of which run programs, must equal them.
+Stages are compiled anew. Since some options of Inductor run programs, the file's must equal those that the user gives.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _log = logging.getLogger("rotor_py")
 
 SCHEMA = 13
 _LARGEST_FILE = 16 * 2**20  # Largest file that is read. A plan has some thousand bytes per hundred stages.
-# Largest accepted product of carried tensors and stages: a chain takes so many steps to build. A guess above any model.
+# Maximum product of the numbers of carried tensors and stages: building a chain takes as many steps. A guess.
 _MOST_CARRIED = 10**6
-# These numbers may be negative: a backward may free more than it allocates.
+# Fields, in bytes, that may be negative: a backward may free more than it allocates.
 _SIGNED = dict.fromkeys(
     ("backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"), (-LARGEST_SIZE, LARGEST_SIZE)
 )
@@ -77,7 +77,7 @@ _hints = functools.cache(get_type_hints)
 
 
 def read_as(kind: Any, name: str, value: Any) -> Any:
-    """Convert JSON to the type `kind`. Raises ValueError that names a field of another type or out of range."""
+    """Convert `value`, JSON of the field `name`, to the type `kind`. ValueError if it has another type or range."""
     outer, inside = get_origin(kind) or kind, get_args(kind)
     if type(None) in inside:
         return None if value is None else read_as(inside[0], name, value)
@@ -111,7 +111,7 @@ def _refuse_other_length(name: str, found: int, stages: int) -> None:
         raise InvalidValueError(text, kind="wrong_length", name=name, got=found)
 
 
-# Fields of a budget that do not follow from the measurement, so files contain them.
+# Fields of a `Budget` that files contain, since they do not follow from the `Measurement`, which files contain, too.
 _AROUND = (
     *("fixed", "before_bytes", "stepping_bytes", "step_bytes", "forwards", "held_beside", "backward_order"),
     *("freed_gradients", "view_bytes", "rest_bytes", "link", "link_name"),
@@ -124,7 +124,7 @@ class PlanCosts:
     budget: Budget
 
     def as_data(self) -> dict[str, Any]:
-        """Return the costs, in seconds and bytes, as a dict for `json`. The chain follows from the measurement."""
+        """Return fields of measurement and budget as a dict for `json`, without the chain, which follows from them."""
         found = asdict(self.measurement) | {name: getattr(self.budget, name) for name in _AROUND}
         del found["names"]
         link = None if self.budget.link is None else asdict(self.budget.link)
@@ -159,7 +159,7 @@ _COSTS |= {name: _hints(Budget)[name] for name in _AROUND}
 
 @dataclass(frozen=True, slots=True)
 class CompiledStages:
-    """The names of compiled stages, Inductor's options, and `room`: bytes for which a whole graph was partitioned."""
+    """Names of compiled stages, Inductor's options, and `room`: bytes for which a graph was compiled as one stage."""
 
     stages: list[str]
     options: dict[str, Any]
@@ -177,7 +177,7 @@ class CompiledStages:
         return cls(list(compiled), dict(config), None if whole is None else whole.room)
 
     def compiled_again(self, cut: Cut, compiler: StageCompiler, chain: Chain, ways: Items[Items[str]]) -> Cut:
-        """Return the same cut, in which `compiler` compiles these stages when they first run."""
+        """Return `cut` with these stages as `CompiledStage`, which `compiler` compiles when they first run."""
         from rotor_py.compile.partitioner import whole_partitioner
 
         partitioner = None if self.room is None else whole_partitioner(self.room, chain)
@@ -208,12 +208,12 @@ def _as_given(config: Config | None) -> bool | dict[str, Any]:
 class Plan:
     """A sequence, with the model, input and limit that it was made for.
 
-    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `answers` are the results of a
-    captured model's conditions on the batch's data, such as whether there is padding. `traits` are facts of each stage
-    that show only with a graph. `costs` are the measurements, all that a report needs. `limited` is False if a strategy
-    by hand has no limit, so that `mem_limit` is only the device's. `compiled` is present if `compile=` was given, and
-    `step_in_backward` if parameters are stepped in the backward. `predicted_for` names the device for which costs were
-    predicted, if nothing was measured.
+    `model` and `input` are fingerprints. `prefix` names the layers before the stages, and `stages` those of each stage.
+    `answers` are the results of a captured model's conditions on the batch's data, such as whether there is padding.
+    `traits` says how a graph changes each stage's results. `costs` are the measurements, all that a report needs.
+    `limited` is False if a strategy by hand has no limit; then `mem_limit` is the device's. `compiled` is present with
+    `compile=`, and `step_in_backward` if parameters are stepped in the backward. `predicted_for` names the device for
+    which costs were predicted, if nothing was measured.
     """
 
     model: dict[str, Any]
@@ -260,7 +260,7 @@ class Plan:
         return cls(**_read(path))
 
     def cut(self, named: list[Layer]) -> Cut:
-        """Cut layers given in the order in which they run. Raises PlanMismatchError if they are not the plan's."""
+        """Join layers, given in the order in which they run, into the plan's stages. PlanMismatchError if others."""
         found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
         # The order counts: the same layers in another order have the same names, but other costs.
@@ -277,8 +277,8 @@ class Plan:
             raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
 
-# Types of all fields in a file: those of `Plan`, and more. `beside` are the sequences of further forwards in flight, if
-# they differ. `digest`, the SHA-256 of all other fields, shows damage, not forgery.
+# Types of all fields in a file: those of `Plan`, and more. `beside` are the sequences of the second and later forwards
+# in flight, if they differ. `digest`, the SHA-256 of all other fields, shows damage, not forgery.
 _FIELDS = _hints(Plan) | {
     "schema": int,
     "torch": str,

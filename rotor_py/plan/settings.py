@@ -22,7 +22,7 @@ from rotor_solver.watching import Progress
 
 @dataclass(slots=True)
 class Settings:
-    """The arguments of `Checkpointable`, documented there. A changed setting counts from the next plan on."""
+    """The arguments of `Checkpointable`, documented there. Plans made after a change use the changed setting."""
 
     mem_limit: float | str | None = None
     mem_slots: int = 500
@@ -47,7 +47,7 @@ class Settings:
     keep: str | None = None
     # Inductor's options; None if no stage is to be compiled
     inductor: Config | None = field(init=False, default=None)
-    keepers: tuple[Keeper, ...] = field(init=False, default=())  # compressed storage modes that plans may use
+    keepers: tuple[Keeper, ...] = field(init=False, default=())  # compressing and offloading modes for plans
 
     def __post_init__(self) -> None:
         forwards = self.forwards_in_flight
@@ -79,7 +79,7 @@ class Settings:
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:
-        """The settings on which a sequence depends, and which the user may change after it was found."""
+        """Memory limit and slots: the settings that the user may change after a solve, and that change its result."""
         return self.mem_limit, self.mem_slots
 
 
@@ -89,7 +89,7 @@ SHARDED = "a model of fully_shard"
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Names of two settings that exclude each other; `{given}` in `why` stands for the second as the user wrote it."""
+    """Two settings that exclude each other. In `why`, `{given}` stands for the second as the user has written it."""
 
     first: str
     second: str
@@ -144,13 +144,13 @@ def refuse_excluded(settings: Settings, **more: str) -> None:
 
 
 def one_process_only(settings: Settings, sharded: str = SEVERAL_PROCESSES) -> Exclusion | None:
-    """Return the exclusion of a given setting from models of several processes, or of `fully_shard` (`sharded`)."""
+    """Return the exclusion of a given setting by `sharded`: several processes, or a model of `fully_shard`; or None."""
     given = _given(settings)
     return next((each for each in EXCLUSIONS if each.second == sharded and each.first in given), None)
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer that is not known to step each parameter independently."""
+    """Raise ValueError for an optimizer that is not known to step each parameter alone, or that is differentiable."""
     if not steps_per_parameter(optimizer):
         name = type(optimizer).__name__
         text = f"step_in_backward must be SGD, Adam, AdamW or another that steps each parameter alone, got {name}"

@@ -35,7 +35,7 @@ _log = logging.getLogger("rotor_py")
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
-    """Find, on rank 0 of `group`, a sequence for the least room of any process. All processes must call this."""
+    """Return the sequence that rank 0 of `group` finds, within the least room of any process. All must call this."""
     own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # room for the chain
     chains, rooms, links = zip(*gather_objects((budget.chain, own, budget.link), group, device), strict=True)
     # Compare stages before solving: rank 0's sequence is valid only for as many stages as rank 0 has.
@@ -49,7 +49,7 @@ def agreed_sequence(
         try:
             link = None if None in links else Link.slowest(links)
             all_of_them = replace(budget, chain=costliest(chains), link=link)
-            # The least room, written as a limit of this process: `solve` subtracts this process's fixed part again.
+            # Write the least room of all processes as a limit of this one: `solve` subtracts its fixed memory again.
             found = [all_of_them.solve(mem_limit - own + min(rooms), algorithm)]
         except InfeasibleError as error:
             found = [error.with_traceback(None)]  # sent to the other processes, which wait for a sequence
@@ -87,10 +87,10 @@ def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.de
 def choose_variant(
     plan: StepPlan, solve: Callable[[Budget], Sequence], group: dist.ProcessGroup | None, device: torch.device
 ) -> Sequence:
-    """Set `plan` to the variant (stages compiled or not) with the fastest sequence by `solve`; return the sequence."""
+    """Have `plan` run the variant of its stages (some, all or none compiled) that is fastest; return its sequence."""
     ways = list(plan.ways)
     if group is not None and ways:
-        # Only variants that all processes have, in one order: each process has kept those that were worth it there.
+        # Use only variants that all processes have, in one order: each process kept those that were faster there.
         by_kind = {tuple((name, isinstance(each, CompiledStage)) for name, each in way.cut.stages): way for way in ways}
         first, *others = gather_objects(list(by_kind), group, device)
         ways = [by_kind[kind] for kind in first if all(kind in other for other in others)]
@@ -134,7 +134,7 @@ def solve(
     slots: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Sequence:
-    """Find the sequence of `plan` within `limit`, by default the limit in the settings."""
+    """Find the sequence of `plan` within `limit`, which becomes that of the settings; by default, within theirs."""
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:

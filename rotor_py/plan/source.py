@@ -1,4 +1,4 @@
-"""Sources of stages, which run by sequences: a chain's layers, or parts of graphs that TorchDynamo captures."""
+"""Get stages from a model, measure them and run them by sequences: a chain's layers, or parts of captured graphs."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-_MOST_READ = 8  # Parsed sequences to cache. A guess: each forward in flight may follow its own.
+_MOST_READ = 8  # Number of translated sequences to cache. A guess: each forward in flight may follow its own.
 
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How to run stages: by `sequence`, in the storage modes of `measurement`, with an offload `tier`.
+    """How to run a forward: by `sequence`, in the storage modes of `measurement`, offloading to `tier`.
 
-    `smaller` makes plans after an out-of-memory error. Stages that cannot be recomputed add their names to `changed`.
+    `smaller` makes plans after an out-of-memory error. `changed` gets the names of stages that cannot be recomputed.
     """
 
     sequence: Sequence
@@ -65,7 +65,7 @@ class Following:
 
 
 class SequenceExecutor:
-    """Runs stages of `model` by sequences. Caches the last parsed sequences, each with the runners of its stages."""
+    """Runs stages of `model` by sequences. Caches the last ones as `Instructions`, each with runners of its stages."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -80,19 +80,19 @@ class SequenceExecutor:
         how: Following,
         context: tuple[Any, ...] = (),
     ) -> Any:
-        """Run `stages` on `value`; `make` makes their runners, if this sequence has none yet."""
+        """Run `stages` on `value` so that their backward follows `how.sequence`; `make` makes runners of the stages."""
         # Compare by identity: comparing thousands of operations would take longer than small stages do.
         key = how.sequence, stages, how.measurement, how.preserve_rng_state
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
             instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(how), is_sharded(self._model)
-            # A region recomputes stages whole: stored in part, a stage would hold its recomputed values to the end.
+            # A region first runs its stages without storage options; `regions.run` sets those of stored stages itself.
             read = key, instructions, whole if sharded else whole.by(instructions.options), sharded
             self._read = [*self._read[1 - _MOST_READ :], read]
         _, instructions, runners, sharded = read
         with operators():
             if sharded:
-                # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
+                # FSDP's hooks on modules and tensors must be called in an order that only autograd's own nodes keep.
                 items = regions.regions(how.sequence)
                 return regions.run(runners, items, value, instructions.options, context)
             if how.smaller is not None:
@@ -100,7 +100,7 @@ class SequenceExecutor:
             return Tape(runners, instructions, tier=how.tier, context=context, changed=how.changed).forward(value)
 
     def execute_graph(self, how: Following, cut: Cut, value: Any) -> Any:
-        """Run the stages of a captured graph; `cut` has its stages, captured for the shapes of this call."""
+        """Run the stages of a captured graph on `value`; `cut` has them as captured for the shapes of this call."""
         from rotor_py.capture.captured_graph import runners_of, shared_apart
 
         for _, layer in cut.prefix:
@@ -113,13 +113,14 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-_LEAST_BYTES = 2**20  # Layers that save less are not captured. A guess: TorchDynamo takes up to seconds.
+# Layers for which autograd saves fewer bytes are not captured to be stored in part. A guess: capturing takes seconds.
+_LEAST_BYTES = 2**20
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."  # package whose layers without inner layers are single operators
 
 
 class LayerParts:
-    """Partial storage modes of one model's layers, by module. `sharded`: `fully_shard` was applied to the model.
+    """Finds how layers of one model can be stored in part. `sharded`: whether `fully_shard` was applied to the model.
 
     Captures one layer of each kind, and none for which partial storage cannot save memory.
     """
@@ -136,7 +137,7 @@ class LayerParts:
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
-        """Find the storage modes of a layer on the input `value`, once for each `kind` of layer.
+        """Find the partial storage modes of a layer on the input `value`, once for each `kind` of layer.
 
         Autograd saves `saved_bytes` for its backward, not counting its parameters, input and output.
         """
@@ -149,11 +150,11 @@ class LayerParts:
             self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
 
     def of(self, function: nn.Module) -> StageOffers | None:
-        """Return the storage modes found for a layer, or None."""
+        """Return the offers of partial storage found for a layer; None if it has none."""
         return self._found.get(id(function))
 
     def planned(self, function: nn.Module, name: str, ways: Items[str], keepers: Container[str]) -> StageOffers | None:
-        """Return the partial storage modes of a layer that these `ways` use, with `keepers` or without."""
+        """Return the offers of partial storage of a layer that a plan stores in `ways`, with `keepers` or without."""
         own = dict.fromkeys(each for each in (own_of(way, keepers) for way in ways) if each is not None)
         if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
             from rotor_py.capture.captured_layer import CapturedLayer
@@ -189,11 +190,11 @@ class LayerSource(SequenceExecutor):
         self._parts = LayerParts(sharded=is_sharded(model))
 
     def renewed(self) -> LayerSource:
-        """Return a source for another kind of step."""
+        """Return a source of the same model's stages without anything measured, for another kind of step."""
         return LayerSource(self._model)
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return the only argument, the first layer's input. Raises TypeError for other arguments."""
+        """Return the only argument of a forward, the first layer's input. Raises TypeError for other arguments."""
         if len(arguments) == 1 and not keywords:
             return arguments[0]
         bound = inspect.signature(self._model.forward).bind(*arguments, **keywords)
@@ -201,7 +202,7 @@ class LayerSource(SequenceExecutor):
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether `value` is a batch with no more samples. Never true for other sizes, whose memory is unknown."""
+        """Whether `value` differs from the spec `planned` at most by fewer samples: memory of others is unknown."""
         return covers(planned, value)
 
     def measure(
@@ -209,7 +210,7 @@ class LayerSource(SequenceExecutor):
     ) -> tuple[list[MeasuredCut], Any]:
         """Cut the model into layers and measure them on `value`; `room` is unused (see `GraphSource`).
 
-        Raises UnsupportedModelError if it cannot be cut.
+        Returns the only variant, and `value`. Raises UnsupportedModelError if the model cannot be cut.
         """
         parts = LayerParts(sharded=is_sharded(self._model))
         with operators(), attributes_kept(self._model, caches=False):
@@ -249,7 +250,7 @@ class LayerSource(SequenceExecutor):
 
 
 class GraphSource(SequenceExecutor):
-    """Stages from graphs that TorchDynamo captures, again for larger inputs. Values are (arguments, keywords)."""
+    """Stages of graphs that TorchDynamo captures, anew for larger inputs. An input is a pair (arguments, keywords)."""
 
     captured = True
 
@@ -263,7 +264,7 @@ class GraphSource(SequenceExecutor):
 
     @property
     def answers(self) -> tuple[bool, ...] | None:
-        """Results of the model's conditions on data (such as padding) for the measured batch; None if unknown."""
+        """What the measured batch answered to the model's conditions on data, such as padding; None if unknown."""
         return self._session.answers
 
     def renewed(self) -> GraphSource:
@@ -274,7 +275,7 @@ class GraphSource(SequenceExecutor):
         return as_entered(self._model, given) if dist.is_initialized() else given
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether no tensor of `value` is larger in any dimension. Dynamo captures anew if sizes change the graph."""
+        """Whether no tensor of `value` is larger than in `planned` in any dimension. `run` refuses other graphs."""
         return reaches(planned, value)
 
     def measure(
@@ -286,9 +287,10 @@ class GraphSource(SequenceExecutor):
     ) -> tuple[list[MeasuredCut], Any]:
         """Capture the model and measure its stages on `value`. Raises UnsupportedModelError if it cannot be cut.
 
-        Returns the variants (stages compiled or not), the uncompiled one last and in use, and all values that the
-        caller holds during the step. `room` maps the uncompiled step's measurement and these values to the budget for
-        a graph compiled as a whole.
+        Returns the measured variants of the main graph's stages: first those with compiled stages, last the uncompiled
+        one, which runs until `follow` sets another. Also returns all values that the caller holds during the step:
+        arguments, keywords, and what all stages share. `room` maps the uncompiled step's measurement and these values
+        to the budget for a graph compiled as one stage.
         """
         arguments, keywords = value
         within = room and (lambda plain, shared: room(plain, (arguments, keywords, shared)))
@@ -302,12 +304,12 @@ class GraphSource(SequenceExecutor):
         return isinstance(other, GraphSource) and self._session.same_graph(other._session)
 
     def adopt(self, plan: Plan) -> None:
-        """Cut as in a plan from a file when the graph is captured."""
+        """Have the graph be cut as in a plan from a file when it is captured."""
         self._session.cut_layers = partial(_cut_as_saved, plan, self._compiler)
         self._session.answers = tuple(plan.answers)
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
-        """Run the model. Raises PlanMismatchError if its graph is another one, OtherDataError if data cause this."""
+        """Run the model. PlanMismatchError if its graph is not the planned one: OtherDataError if data cause this."""
         arguments, keywords = value
         # Dynamo calls `execute_graph` during the forward.
         by_plan = partial(self.execute_graph, how)
@@ -332,10 +334,10 @@ Source = LayerSource | GraphSource
 
 
 def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
-    """Return a source of layers for a chain (no capture, familiar names), of captured graphs for any other model.
+    """Return a `LayerSource` for a chain, which needs no capture, and a `GraphSource` for any other model.
 
-    With Inductor's options for `compile`, chains are captured, too, because of layers' side effects; so are models that
-    `fully_shard` gathers in another dtype: the hooks that cast inputs are absent while a layer is measured.
+    With Inductor's options as `compile`, chains are captured, too, since compiled layers would lose side effects; and
+    so are models that `fully_shard` gathers in another dtype, since FSDP's hooks, absent in measuring, cast inputs.
     """
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))

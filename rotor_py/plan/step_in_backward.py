@@ -38,7 +38,7 @@ from rotor_py.execute.backward_passes import current_task
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.trained_model import TrainedModel
 
-# The last backward pass that began at a loss scaled by a `GradScaler`; empty before the first one.
+# Number of the last backward pass that began at a loss scaled by a `GradScaler`; empty before the first such pass.
 _last: list[int] = []
 
 
@@ -109,7 +109,7 @@ class Stepper:
         self._model, self._optimizer = model, optimizer
         self._groups: dict[int, dict[str, Any]] = {}  # the group of each stepped parameter, by the parameter's id
         self._hooked: dict[int, nn.Parameter] = {}
-        self._task = _NO_TASK  # the backward pass in which parameters are stepped
+        self._task = _NO_TASK  # number of the last backward pass through the output of a planned forward
         self._stepped_in = _NO_TASK  # the last pass that has stepped a parameter, until the user's `optimizer.step()`
         self._has = self._ids_of_both()  # the ids of the model's parameters that the optimizer had at the last forward
         detect_scaled_losses()
@@ -118,7 +118,10 @@ class Stepper:
         optimizer.register_step_post_hook(_weakly(self._has_stepped))
 
     def before_forward(self, *, in_flight: bool) -> bool:
-        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Return whether plans are stale."""
+        """Prepare a forward whose backward steps. Return whether the optimizer has lost or gained parameters.
+
+        Raises InvalidStateError if other forwards are `in_flight`, or parameters to step have gradients.
+        """
         refuse_optimizer(self._optimizer)
         if in_flight:
             text = "call backward() and optimizer.step() before the next forward, or leave step_in_backward out"
@@ -141,7 +144,7 @@ class Stepper:
                 tensor.register_hook(self._begin)  # the graph holds the hook, which is freed with it
 
     def _about_to_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepare the user's `optimizer.step()`, maybe with a closure whose backward steps; return its arguments."""
+        """Remove consumed gradients before the user's `optimizer.step()`, and after the backward of its closure."""
         self.remove_consumed()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -158,7 +161,7 @@ class Stepper:
         self._stepped_in = _NO_TASK
 
     def _gradient_whole(self, parameter: nn.Parameter) -> None:
-        """Step `parameter`, whose gradient is complete, if the running backward is one that steps."""
+        """Step `parameter`, whose gradient is complete, if the running backward goes through a planned forward."""
         group = self._groups.get(id(parameter))
         if group is None or current_task() != self._task:
             return

@@ -31,13 +31,13 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_py.units import format_bytes
 from rotor_solver import ForwardEnable, Loss, Sequence, store_all
 
-# Forms of steps (see `note_form`) told apart per plan. A guess: each is watched once, and random models have many.
+# Maximum number of forms (see `note_form`) kept per plan. A guess: each has a step watched; random models have many.
 _MOST_FORMS = 32
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan for one kind of step. From a file, it lacks `spec`, for a captured model `cut`, until its first step."""
+    """The plan for one kind of step. One from a file gets `spec`, and for a captured model `cut`, in its first step."""
 
     source: Source
     measurement: Measurement
@@ -46,25 +46,25 @@ class StepPlan:
     cut: Cut | None
     file: Plan | None = None
     sequence: Sequence | None = None
-    agreed: Sequence | None = None  # the sequence that all processes that train together have agreed upon
+    agreed: Sequence | None = None  # the last sequence that all processes that train together have agreed to follow
     # the sequence to continue with, beyond the limit, if a late optimizer leaves no room for any plan
     last_resort: Sequence | None = None
     solved_with: tuple[float | str | None, int] | None = None  # `Settings.solved_with` when the sequence was found
     found: Sequence | None = None  # the solved sequence; any other one in use was set by the user
     most_in_flight: int = 1  # the most forwards in flight at once while one of them followed this plan
-    in_reverse: int = 0  # steps whose last forward went backward first, with as many in flight as planned for
-    in_other_order: bool = False  # whether a backward has come while a later forward was in flight
+    in_reverse: int = 0  # number of steps, with as many in flight as planned, whose last forward went backward first
+    in_other_order: bool = False  # whether a forward has gone backward while a later one was in flight
     fresh_gradients: bool = False  # whether gradients are freed between steps
     watched: Sequence | None = None  # the sequence of the last step that was watched to its end
     # whether the first watched step has confirmed the prediction; None before that step, or without a prediction
     prediction_holds: bool | None = None
     asked: int = 0  # number of forwards in which processes could exchange whether the prediction holds
-    overruns: int = 0  # number of steps over the limit
+    overruns: int = 0  # number of watched steps that exceeded the limit
     # names of stages that could not be recomputed in an earlier step, since a value that they read had changed
     changed: set[str] = field(default_factory=set)
     told_bytes: int = 0  # the largest peak that a warning has named
-    steps: int = 0  # forwards by this plan that began with no other in flight
-    forms: set[tuple[object, ...]] = field(default_factory=set)  # forms of its steps seen so far
+    steps: int = 0  # number of forwards by this plan that began with no other in flight
+    forms: set[tuple[object, ...]] = field(default_factory=set)  # forms of its steps so far (see `note_form`)
     # the limit that was set when the device ran out of memory, and the reduced limit in bytes
     reduced: tuple[float | str | None, int] | None = None
     # variants of its stages, if there are several: some, all or none compiled; `cut` is that of one variant
@@ -80,7 +80,7 @@ class StepPlan:
 
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
-        """Make a step plan of a loaded `file`. PlanMismatchError if the file was made for another model."""
+        """Return a step plan with the costs and sequence of a file. PlanMismatchError if it is for another model."""
         plan = cls(source, file.costs.measurement, file.costs.budget, None, source.adopt(file), file, file.sequence)
         plan.fresh_gradients = file.fresh_grads
         return plan
@@ -118,13 +118,15 @@ class StepPlan:
         return None if self.spec is None else self.spec.input
 
     def note_form(self, form: tuple[object, ...]) -> None:
-        """Have the next step watched if this step has a form not seen before: other phases, for example."""
+        """Have the next step watched if no step had this `form` before, as in a new phase of training. A form holds the
+        numbers of autograd nodes and backward passes of a step, and modes of the passes.
+        """
         if form not in self.forms and len(self.forms) < _MOST_FORMS:
             self.forms.add(form)
             self.watched = None
 
     def unlimited(self, settings: Settings) -> bool:
-        """Whether there is no limit: none was given, and a strategy by hand needs none."""
+        """Whether steps have no limit: none was given, and the plan follows a strategy by hand, which needs none."""
         by_hand = settings.by_hand is not None if self.file is None else not self.file.limited
         return by_hand and settings.mem_limit is None
 
@@ -133,7 +135,7 @@ class StepPlan:
         return self.file is None and settings.by_hand is None and self.sequence is self.found
 
     def why_it_stays(self, model: TrainedModel) -> str | None:
-        """Say why the plan must not change after a step over its limit; None if it may."""
+        """Return why the plan stays after a step over its limit, as a sentence for a warning; None if it may change."""
         if self.file is not None:
             return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
         if model.settings.by_hand is not None:
@@ -144,7 +146,7 @@ class StepPlan:
         return None
 
     def is_for(self, spec: StepSpec) -> bool:
-        """Whether it was measured for steps like `spec`. A plan from a file is compared with its file instead."""
+        """Whether it was measured for this kind of step. False for a plan from a file (see `compare_with_file`)."""
         texts = not self.source.captured
         return self.file is None and self.spec is not None and self.spec.same_step(spec, texts=texts)
 
@@ -152,7 +154,7 @@ class StepPlan:
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
 
     def restore_effects(self) -> None:
-        # Plans share layers, and measuring another kind of step may have found other effects of a graph.
+        # Several plans share the layers, of which measuring another kind of step may have noted other effects.
         for function, effects in zip(self.functions, self._effects, strict=True):
             remember_effects(function, effects)
 
@@ -193,7 +195,7 @@ class StepPlan:
         return {self.measurement.names[stage] for stage, stored in first.items() if stored}
 
     def store_changed(self, settings: Settings) -> None:
-        """Have the next solve store the stages that could not be recomputed; never change a plan of the user's."""
+        """Have the next solve store the stages that could not be recomputed, unless the user chose the sequence."""
         names, self.changed = self.changed, set()
         stages = {i for i, name in enumerate(self.measurement.names) if name in names}
         unrepeatable = tuple(sorted(stages.union(self.measurement.unrepeatable)))

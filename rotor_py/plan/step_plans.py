@@ -1,4 +1,4 @@
-"""Keep one plan for each kind of step that a model takes in turn; choose or make the plan for the next step.
+"""Keep a plan for each kind of step that a model takes in turn, and choose or make the plan for the next step.
 
 Kinds of steps alternate, for example, if a GAN's discriminator trains in every other step, or if adapters switch.
 """
@@ -28,13 +28,13 @@ from rotor_solver import InfeasibleError
 _log = logging.getLogger("rotor_py")
 # Maximum number of waiting plans; the one that has waited longest is dropped. A guess: a GAN has two or three.
 _MOST_WAITING = 8
-_MOST_PLANS = 16  # Plans for growing inputs after which a warning comes. A guess: each takes seconds.
+_MOST_PLANS = 16  # Number of plans for ever larger inputs after which a warning is logged. A guess: each takes seconds.
 # Maximum number of remembered refusals. A guess: a data set has few shapes that are too large.
 _MOST_REFUSED = 16
 
 
 class StepPlans:
-    """The plan in use, and waiting plans for other kinds of steps. Events: see the Note in `planner.py`."""
+    """The plan that steps follow (`in_use`), and plans that wait for other kinds of steps. Events: see `planner.py`."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
@@ -47,7 +47,7 @@ class StepPlans:
         settings = self.model.settings
         self.in_use: StepPlan | None = None
         self._waiting: list[StepPlan] = []
-        # stage source not yet bound to an input
+        # source of stages without anything measured
         self.blank = source_of(self.model.core, settings.granularity, settings.inductor)
 
     @contextmanager
@@ -63,7 +63,7 @@ class StepPlans:
             raise
 
     def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-        """Event 1: measure a step on `value`, and put its plan in use. The previous plan may wait."""
+        """Event 1: measure a step on `value`; its plan is the one in use from now on. The one before may wait."""
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
         plan = guarded(plan) if self.model.settings.on_oom == "replan" else plan
@@ -90,7 +90,7 @@ class StepPlans:
         _log.warning("%s", error, extra=fields_of(error))
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
-        """Event 5: put a plan with a sequence for a step on `value` in use. Other forwards may be `in_flight`."""
+        """Event 5: put a plan with a sequence for a forward on `value` in use; `in_flight`: whether others are."""
         plan = self.in_use
         if plan is not None and plan.file is not None:
             as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
@@ -147,7 +147,7 @@ class StepPlans:
             agree(self.measure(spec, value), self.model)
 
     def for_other_graphs(self, spec: StepSpec) -> Iterator[StepPlan]:
-        """Put each waiting plan that may serve a step like `spec` in use, one after the other, and yield it."""
+        """Yield each waiting plan that may serve a step like `spec`, one after the other, as the plan in use."""
         for each in list(self._waiting):
             if each.is_for(spec) and self.blank.covers(each.input_spec, spec.input):
                 self._put_in_use(each, spec.model)
@@ -193,7 +193,7 @@ class StepPlans:
             self.in_use = replace(adopted, budget=plan.budget, guard_bytes=plan.guard_bytes)
 
     def _measure_again(self, spec: StepSpec, value: Any) -> StepPlan:
-        """Plan for a first or larger input, or another kind of step; warn once if inputs keep growing."""
+        """Measure a step that no plan covers, and log why: a larger input, other data, or another kind of step."""
         self._raise_if_refused(spec)
         plan = self.in_use
         known = None if plan is None else plan.spec
@@ -232,7 +232,7 @@ class StepPlans:
                 raise copy(error)
 
     def _turn_to(self, spec: StepSpec) -> StepPlan | None:
-        """Put a plan for steps like `spec` in use, one that covers its input if possible; return it, if any."""
+        """Put a plan for steps like `spec` in use, if possible one that covers its input; return it, or None."""
         known = self._waiting if self.in_use is None else [self.in_use, *self._waiting]
         found = [each for each in known if each.is_for(spec)]
         if not found:
@@ -261,7 +261,7 @@ class StepPlans:
             plan.budget, plan.sequence = grown, None
 
     def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
-        """Let these plans wait, except plans for removed layers: such plans would hold the layers' memory."""
+        """Keep these plans as the waiting ones, except plans with layers that the model has lost: they hold memory."""
         same = present.modules, present.parameters
         specs = [(each, each.spec.model) for each in waiting if each.spec is not None]
         kept = [each for each, model in specs if (model.modules, model.parameters) == same]
@@ -269,7 +269,7 @@ class StepPlans:
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:
-    """Put a sequence in use that all processes follow: the present one if it is agreed, else solve."""
+    """Give `plan` a sequence that all processes follow: the present one if they have agreed on it, or else solve."""
     group = model.group
     # Compare as objects: a sequence that the user has set is not agreed upon, even if equal.
     disagreed = group is not None and plan.agreed is not plan.sequence

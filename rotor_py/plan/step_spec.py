@@ -1,7 +1,7 @@
 """Describe steps without holding tensors, by the input's spec and the model's state, cheap to read in every step.
 
-`arguments_of` turns a sample into the arguments of a forward. Fingerprints tell how a model or input differs from that
-of a plan.
+`arguments_of` turns a sample into the arguments of a forward. Fingerprints describe model and input in plan files, so
+that an error can name a difference.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TensorSpec:
 
 
 def spec_of(value: Any) -> Any:
-    """Return `value` with a `TensorSpec` in the place of every tensor, and other objects as their parts."""
+    """Return `value` with a `TensorSpec` instead of every tensor, and containers of other classes as lists of parts."""
     # A fast path for most inputs, since every step calls this: pytrees take five times as long.
     if isinstance(value, torch.Tensor):
         return TensorSpec.of(value)
@@ -104,17 +104,17 @@ def _leaf_spec(leaf: Any) -> Any:
 
 
 def covers(planned: Any, value: Any) -> bool:
-    """Whether `value` needs no more memory than the input whose spec is `planned`."""
+    """Whether `value` differs from the input with the spec `planned` at most by fewer samples (`TensorSpec.covers`)."""
     return _agree(planned, spec_of(value), TensorSpec.covers)
 
 
 def reaches(planned: Any, value: Any) -> bool:
-    """Whether every tensor of `value` has the spec of its counterpart in `planned`, or is smaller; texts may differ."""
+    """Whether `value` differs from the input with the spec `planned` at most by smaller tensors and other strings."""
     return _agree(planned, spec_of(value), TensorSpec.reaches, texts=False)
 
 
 def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
-    """Whether the same tensors need gradients, and all other values are equal, so that the graph should be the same.
+    """Whether two specs have the same tensors that need gradients, and other values equal, as one graph requires.
 
     With texts=False, strings may differ, such as each batch's file names: a captured graph shows whether they matter.
     """
@@ -169,7 +169,7 @@ class ModelState:
     has_gradients: bool = field(compare=False)
 
     def looks_like(self, other: ModelState) -> bool:
-        """Whether modes, dtypes and trained parameters are the same, also for a copy of the layers."""
+        """Whether training modes, dtypes, devices and `requires_grad` are equal: also true for a copy of the model."""
         mine, theirs = ((each.modes, each.trained, each.dtypes, each.devices, each.opened) for each in (self, other))
         return mine == theirs
 
@@ -209,7 +209,7 @@ class StepSpec:
 
     model: ModelState
     input: Any
-    # results of a captured model's conditions on data for this batch, such as padding; None if not known yet
+    # what this batch answers to a captured model's conditions on data, such as padding; None if not known yet
     answers: tuple[bool, ...] | None = None
 
     @classmethod
@@ -237,7 +237,7 @@ class ForwardArguments(NamedTuple):
 
 
 def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
-    """Return the arguments for a tensor, tuple, dict, `ForwardArguments`, or the first batch of a `DataLoader`."""
+    """Return a forward's arguments for a sample: a tensor, tuple or dict, or the first batch of a `DataLoader`."""
     if isinstance(sample, ForwardArguments):  # checked before tuples, since it is one
         return sample
     if isinstance(sample, DataLoader):
@@ -270,7 +270,7 @@ def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Return layers and parameters of a model as plain data; for a captured model, its modules."""
+    """Return dicts for JSON: "layers" (class by name of layer or, of a captured model, module), "parameters" (text)."""
     found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
     # For a captured model, compare modules: its layers are unknown before it runs.
     with at_rest(model):
@@ -284,7 +284,7 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
-    """Return shapes and dtypes of an input (a value or its spec), its device and autocast, as plain data."""
+    """Return a dict for JSON of an input (or its spec): type of its device, autocast's dtype, shapes and dtypes."""
     autocast = torch.is_autocast_enabled(device.type)
     predicted = prediction()
     return {

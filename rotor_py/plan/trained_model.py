@@ -1,4 +1,4 @@
-"""Describe the model to plan for: the module that is called, its part to cut into stages, the training processes."""
+"""Describe a model that is planned: the module that users call, its part to cut into stages, and the processes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ from rotor_solver import InfeasibleError, Sequence
 
 late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
 late_optimizers = WeakKeyDictionary()
-"""By model without a declared optimizer: the optimizers that have stepped, each with its cost, or None if it has none.
+"""By model without a declared optimizer: the optimizers that have stepped, each with its cost; None if it trains
+other models, if its cost is unknown, or if an outer optimizer's cost includes it.
 
 Weak keys on both levels: tracking must not extend the life of a model or an optimizer.
 """
 
 
-# Number of planned forwards and backwards of each `core`, whose steps several planners may plan.
+# Number of planned forwards and backwards of each `core`, for which there may be several planners.
 _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -105,7 +106,7 @@ class TrainedModel:
             raise UnsupportedModelError(text, kind="one_process_only", name=option.first)
 
     def device_of(self, spec: Any = None) -> torch.device:
-        """Return the device on which a step on this input trains, and whose memory is limited."""
+        """Return the device on which a step with input `spec` trains. UnsupportedModelError if there are several."""
         inputs = [leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
         found = accelerators({*ModelState.of(self.core).devices, *inputs})
         if len(found) > 1:
@@ -125,7 +126,7 @@ class TrainedModel:
         return self._stepped[1]
 
     def stepping(self) -> dict[str, Any] | None:
-        """Describe the optimizer that steps parameters in the backward, for a plan's file; None without one."""
+        """Return a dict for plan files: the `step_in_backward` optimizer and the bytes it needs; None without one."""
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return None
@@ -204,7 +205,7 @@ class TrainedModel:
             )
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
-        """Return the budget for this number of forwards in flight, or `budget` if it has room for them."""
+        """Return the budget with room for this number of forwards in flight; `budget` itself if it has that room."""
         if forwards <= budget.forwards:
             return budget
         with at_rest(self.core):
@@ -217,10 +218,10 @@ class TrainedModel:
         return budget.with_fresh_gradients(measurement, gradients)
 
     def with_communication(self, budget: Budget) -> Budget:
-        """Return the budget with room for communication between processes.
+        """Return the budget with the bytes of communication between processes, which may grow from step to step.
 
-        It is not known before: DistributedDataParallel around the model shows in its first forward, and the user may
-        have FSDP keep whole gradients in any step (`set_requires_gradient_sync`).
+        DistributedDataParallel around the model shows only in a forward, and the user may have FSDP keep whole
+        gradients in any step (`set_requires_gradient_sync`).
         """
         if not dist.is_initialized() or alone_in_a_prediction():  # a simulated step shows it
             return budget

@@ -64,7 +64,7 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool | None:
-    """Whether `optimizer` steps gradients without a planned forward since its last step; None: of other models."""
+    """Whether `optimizer` steps without a planned forward since its last step; None if it does not train `model`."""
     known, now = _followed[model], model.planned
     if optimizer not in known:
         known[optimizer] = 0 if _trained_by(optimizer, model) else None
