@@ -1,1 +1,1 @@
-"""Run one stage, and recompute it."""
+"""Run one stage in the forward, recompute it in the backward, and store what autograd saves for it."""

@@ -29,8 +29,6 @@ from rotor_py.stage.saved_tensors import (
     tensor_of,
 )
 
-# One saved storage, the nodes that read it, and the views of it that autograd holds. Rules: see the Note below.
-
 
 class KeptStorage:
     """One saved storage in its current form. All saved tensors that are views of it share this object."""
@@ -39,7 +37,7 @@ class KeptStorage:
 
     def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
         self.kept: Saved = SavedAsItIs(tensor)
-        self.need = need  # strictest need of the nodes known to read it
+        self.need = need  # what the nodes known to read it need together: its shape, signs or values
         self.undecided: set[int] = set()  # sequence numbers of nodes that saved it, whose need is not known yet
         self.dtype = tensor.dtype
         self._writes = tensor.detach()  # made empty; shares the version counter of the saved tensor
@@ -51,7 +49,7 @@ class KeptStorage:
         self.kept, self._given = SavedAsItIs(tensor), None
 
     def read_by(self, node: int | None) -> None:
-        """Note that a node has saved the storage. `node` is None if it certainly needs the numbers."""
+        """Note that the node with this sequence number saves the storage; None stands for one that needs values."""
         if node is None:
             self._needs(Need.NUMBERS)
         elif self.need is not Need.NUMBERS:
@@ -105,8 +103,9 @@ class SavedView:
 
 # Note [Saved tensors in another form]
 #
-#  1. A form gets storages, not tensors: autograd saves several views of one storage, and one tensor for several nodes.
-#     It gets each storage once, as a flat tensor of all its elements. Views are recreated from the restored storage.
+#  1. A form (packed, rounded or offloaded) gets storages, not tensors, since autograd saves several views of a storage,
+#     and a tensor for several nodes. It gets each storage once, as a flat tensor of all its elements. Views are
+#     recreated from the restored storage.
 #  2. A form gets only memory that saving would add. Parameters, buffers and inputs of the stage (`untouched`) are saved
 #     unchanged. Outputs are saved unchanged, too, since the next stage reads them; `spare` gets them when the run ends.
 #  3. A form gets only plain strided storages of at least `LEAST_BYTES`: no DTensor, sparse or lazily conjugated tensor.
@@ -118,12 +117,12 @@ class SavedView:
 #  6. Reading a tensor that was saved unchanged checks for in-place writes: with hooks, autograd does not check.
 #  7. No object here refers to the graph: an output saved with its history would keep its own node alive.
 #  8. Only nodes that read a restored tensor hold it, and share it meanwhile. It is not cached for later nodes.
-#  9. Autograd calls only the innermost hooks. Those of a stage stored in part pass their tensors to the form around.
+#  9. Autograd calls only the innermost hooks. Those of a stage stored in part hand tensors to the enclosing form.
 # 10. Autograd attaches the history to the restored tensor. So create_graph=True works, with the form's precision.
-# 11. ReLU needs only the sign of its result, leaky ReLU that of its input; a form may keep only the sign if no other
-#     node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own result,
+# 11. ReLU needs only the signs of its result, leaky ReLU those of its input; a form may keep only the signs if no other
+#     node needs the values. Pooling reads only the shape. The saving node is known at once if it saves its own result,
 #     else when a later tensor computed from it is saved or the run ends. Until then the tensor stays unchanged, and a
-#     run that may end early goes on. If the node remains unknown, the numbers are needed.
+#     run that may end early goes on. If the node remains unknown, the values count as needed.
 # 12. A tensor that a form declines is offered to the form of the enclosing run: unpacked tensors may be offloaded.
 
 # Minimum bytes of a storage, one page. Smaller ones are saved unchanged: calls take time, and would save little.
@@ -131,7 +130,7 @@ LEAST_BYTES = 4096
 
 
 class Form(Protocol):
-    """A form in which to keep saved tensors. It may also have the method `keep_sign` of `compression.Packed`."""
+    """A way to keep saved tensors: packed, rounded or offloaded. It may have the method `keep_sign` of `Packed`."""
 
     def keep(self, memory: torch.Tensor) -> Saved | None:
         """Keep `memory`, the flat tensor of all elements of a storage; return None to save it unchanged.
@@ -144,7 +143,7 @@ class Keeping:
     """Context for one run of a stage whose saved tensors are kept in a form.
 
     `untouched` tensors are in memory anyway: parameters, buffers and inputs of the stage. A form that does not read
-    values also gets fake tensors, as in predictions for another device. `seen` gets address and bytes of all storages.
+    values also gets fake tensors, as in predictions for another device. `seen` gets the bytes of storages by address.
     """
 
     def __init__(
@@ -202,11 +201,11 @@ class Keeping:
 
     @property
     def undecided(self) -> bool:
-        """Whether a tensor is still unchanged because its nodes' need is unknown (Rule 11)."""
+        """Whether a tensor is still saved unchanged, because it is not known yet what its nodes need (Rule 11)."""
         return any(kept.undecided for kept in self._waiting())
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """Return the object to save instead of `tensor`. `for_numbers`: a recompute, not only autograd, reads it."""
+        """Return the object to save instead of `tensor`. `for_numbers`: whether a recompute reads its values, too."""
         if self._seen is not None and (is_plain(tensor) or is_fake(tensor)):
             self._seen.update(storages([tensor]))
         # Gathered parameters of a sharded model appear only during the run, so they are not in `untouched`.
@@ -232,7 +231,7 @@ class Keeping:
         kept.read_by(node)
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Find the needs of saved tensors among the nodes behind `tensors` (at the end, the outputs of the run)."""
+        """Find out what nodes need of their saved tensors, among those behind `tensors`, at the end the outputs."""
         undecided = {number for kept in self._waiting() for number in kept.undecided}
         if undecided:
             found = nodes_behind(tensors, undecided)
@@ -257,7 +256,7 @@ class Keeping:
         return is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, node: int | None) -> KeptStorage | None:
-        """Register the storage behind `tensor`, saved by `node` (None: by one that certainly needs the numbers)."""
+        """Register the storage behind `tensor`, saved by `node` (None: by one that certainly needs the values)."""
         storage = tensor.untyped_storage()
         if self._is_untouched(tensor):
             return None

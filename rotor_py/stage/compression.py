@@ -67,10 +67,10 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
     return values
 
 
-# Inexact forms decline saved tensors smaller than the input by this factor: per-row statistics, such as a mean or a
-# logsumexp, from which whole rows are computed. The smallest attention heads have 32 numbers in a row.
+# Rounding declines saved tensors smaller than the input by this factor: statistics of rows, such as a mean or a
+# logsumexp, from which whole rows are computed. Rows have at least 32 values, those of the smallest attention heads.
 _STATISTICS = 16
-# A form is worth measuring if it spares at least this share of the bytes that autograd saves.
+# A storage mode is worth measuring if it spares at least this share of the bytes that autograd saves.
 _LEAST_SHARE = 0.02
 
 
@@ -116,7 +116,7 @@ class FormKeeper(Keeper):
 
 
 class _FormTrial(Trial):
-    """Run a stage unchanged, and count the bytes that the form of `keeper` would save."""
+    """Runs a stage unchanged, and counts by how many bytes the form of `keeper` would reduce its saved tensors."""
 
     def __init__(self, keeper: FormKeeper, function: Callable[..., Any]) -> None:
         self._keeper, self._function = keeper, function
@@ -141,7 +141,7 @@ class _FormTrial(Trial):
 
 
 class _Tried:
-    """A form that changes no saved tensor, and records the bytes that another form would take."""
+    """A form that leaves saved tensors unchanged, and records how many bytes they would take in `form`."""
 
     def __init__(self, form: Packed) -> None:
         self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes in the other form)
@@ -160,11 +160,11 @@ class _Tried:
         self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes
 
 
-# Lossless packing. Three kinds of tensors pack in every step, so their measurement is valid for all: booleans, as bits;
-# int64 indices, such as those of max pooling, in 8 to 32 bits; and dropout masks, which on a CPU are floating tensors
-# of 0 and 1/(1 - p). Other tensors may be packable by chance in one step; they are saved unchanged.
+# Lossless packing. Three kinds of tensors pack in every step, so their bytes, measured once, are those of all steps:
+# booleans, as bits; int64 indices, such as those of max pooling, in 8 to 32 bits; and dropout masks, which on a CPU are
+# floating tensors of 0 and 1/(1 - p). Other tensors may be packable by chance in one step; they are saved unchanged.
 #
-# The result of ReLU and the input of leaky ReLU shrink to sign bits if no other node needs the numbers: before dropout
+# The result of ReLU and the input of leaky ReLU shrink to sign bits if no other node needs the values: before dropout
 # and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows does need them.
 
 # In order of width; of two equally wide types, the one with the faster conversion first.
@@ -178,7 +178,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Keep booleans, masks and signs as bits, and integers in the narrowest type that holds them."""
+    """Keeps booleans, dropout masks and signs as bits, and integers in the narrowest type that holds them."""
 
     name: str = "packed"  # name in plans and reports
     exact: bool = True  # whether restored tensors have the same bits
@@ -191,7 +191,7 @@ class Packed:
         return _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Keep one bit for each number of `memory`: whether it is as `need` says (not NUMBERS or SHAPE).
+        """Keep one bit for each element of `memory`: whether its sign is as `need` says (not NUMBERS or SHAPE).
 
         The restored tensor is 1 where the bit is set, else 0 or -1. Return None for dtypes that are not packed.
         """
@@ -208,7 +208,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """Booleans as bits, and a function that restores the tensor from the bits and their number."""
+    """Booleans as bits, and `restored`, a function that makes the tensor from the bits and `count`, their number."""
 
     bits: torch.Tensor
     count: int
@@ -223,7 +223,7 @@ class _Bits:
 
 
 def _masked(other: int, dtype: torch.dtype, bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Restore a tensor whose elements are 0 or one other number, whose bits are the integer `other`."""
+    """Restore a tensor whose elements are 0 or one other value, whose bits are the integer `other`."""
     return unpacked_bits(bits, count).to(_BITS[dtype.itemsize]).mul_(other).view(dtype)
 
 
@@ -251,7 +251,7 @@ def _mask(memory: torch.Tensor) -> _Bits | None:
     if not bits.numel() or not _may_be_mask(bits[:_SAMPLE], memory.dtype):
         return None
     low, other = (int(each) for each in bits.aminmax())
-    # All zeros or all ones are no dropout mask, and may be other numbers in the next step.
+    # A tensor of zeros or ones alone is no dropout mask, and may have other values in the next step.
     if low < 0 or not other or (low == other and _number(other, memory.dtype) == 1):
         return None
     where = bits == other
@@ -261,7 +261,7 @@ def _mask(memory: torch.Tensor) -> _Bits | None:
 
 
 def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a sample, as integers, holds only 0 and one number that a dropout mask may have."""
+    """Whether `sample`, the bits of elements as integers, has only 0 and one value that a dropout mask may have."""
     low, other = (int(each) for each in sample.aminmax())
     if low < 0 or (other and not 1 <= _number(other, dtype) < math.inf):
         return False
@@ -269,24 +269,24 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _number(bits: int, dtype: torch.dtype) -> float:
-    with not_deciding():  # reading a number here is no decision of the stage
+    with not_deciding():  # reading a value here is no decision of the stage
         return float(torch.tensor(bits, dtype=_BITS[dtype.itemsize], device="cpu").view(dtype))
 
 
 # Saved floating tensors in low precision, rounded; opt-in only.
 #
-# The forward computes with the exact numbers; only gradients come from rounded ones. Tensors that cannot be packed
-# without loss are rounded to bfloat16, which has the range of float32, or to eight bits with a scale for each block of
-# 128 adjacent numbers, not for each channel: a channel may have a thousand tokens, one of which may be large, and a
-# storage of several views has no channels. A tensor that has or would get a non-finite number is saved unchanged.
+# The forward computes with exact values; only gradients come from rounded ones. Tensors that cannot be packed without
+# loss are rounded to bfloat16, which has the range of float32, or to eight bits with a scale for each block of 128
+# adjacent elements, not for each channel: a channel has many tokens, one of which may be large, and a storage of
+# several views has no channels. A tensor that has or would get an infinity or NaN is saved unchanged.
 
-BLOCK = 128  # numbers per scale: rows of activations are multiples of 128, and scales add 3 % to the rounded bytes
-_CHUNK = 2**20  # numbers rounded at once, to bound the temporary memory
+BLOCK = 128  # elements per scale: rows of activations are multiples of 128, and scales add 3 % to the rounded bytes
+_CHUNK = 2**20  # number of elements rounded at once, to bound the temporary memory
 
 
 @dataclass(frozen=True, slots=True)
 class FewerBits(Packed):
-    """Keep floating tensors in `dtype` if that is narrower; pack tensors that pack without loss."""
+    """Packs tensors that pack without loss, and rounds other floating tensors to `dtype` if that is narrower."""
 
     exact: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -297,7 +297,7 @@ class FewerBits(Packed):
             return packed
         if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
             return None
-        with not_deciding():  # comparing and rounding numbers here is no decision of the stage
+        with not_deciding():  # comparing and rounding values here is no decision of the stage
             return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
 
@@ -308,7 +308,7 @@ FEWER_BITS = {word: FewerBits(f"in {word}", dtype=dtype) for word, dtype in _WOR
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """Blocks of numbers in eight bits, their scales, and the unrounded numbers after the last block."""
+    """Blocks of elements in eight bits, the blocks' scales, and the exact elements after the last block."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -356,13 +356,13 @@ def _chunks(count: int) -> list[tuple[int, int]]:
 
 
 def word_of(ways: Iterable[str]) -> str | None:
-    """Return the value of `keep=` for the first inexact storage mode in `ways`; None if all are exact."""
+    """Return the value of `keep=` that gives the first storage mode in `ways` that rounds; None if none does."""
     words = {form.name: word for word, form in FEWER_BITS.items()}
     return next((words[keeper] for way in ways if (keeper := parted(way, words)[1]) is not None), None)
 
 
 def rounded_stages(chain: Chain, sequence: Sequence) -> dict[int, str]:
-    """Return the stages whose saved tensors `sequence` ever keeps in low precision, with the value of `keep=`."""
+    """Return, by index of each stage whose saved tensors `sequence` ever rounds, the value of `keep=` that does so."""
     enabled = [each for one in (sequence, *sequence.beside) for each in one if isinstance(each, ForwardEnable)]
     ways = [(each.stage, chain.stages[each.stage].options[each.option].name) for each in enabled]
     return {stage: word for stage, way in ways if (word := word_of([way])) is not None}

@@ -31,14 +31,12 @@ def asked_bytes(error: BaseException) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
 
-# Each pass of a stage is reported to watchers, and added as a note to an error that it raises.
-
 BACKWARD = "backward"
 
 _log = logging.getLogger("rotor_py")
 
-# Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and whether it begins or ends. The
-# backward of a stage in the caller's graph begins when its gradient arrives; the engine has no callback for its end.
+# Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and True when the pass begins or
+# False when it ends. The backward of a stage in the caller's graph begins when its gradient arrives; no call ends it.
 Watcher = Callable[[str, str, bool], None]
 
 watchers: list[Watcher] = []

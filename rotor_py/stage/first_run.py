@@ -1,4 +1,4 @@
-"""Record the state of a stage and its surroundings in the first run, to restore it in a recomputation, or compare it.
+"""Record the state of a stage and its surroundings in the first run; restore or compare it in a recomputation.
 
 # Note [What a recomputation sees]
 #
@@ -57,7 +57,7 @@ _PARAMETERS = "_parameters"
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:
-    """Return ids of the hooks that PyTorch calls for every module, except those of its counters, which are harmless."""
+    """Return ids of the hooks that PyTorch calls for every module, except its own counters', which change no result."""
     tables = [table.items() for table in _GLOBAL_HOOKS if table]
     counter = "torch.utils.module_tracker"
     return tuple(number for table in tables for number, hook in table if getattr(hook, "__module__", None) != counter)
@@ -84,7 +84,7 @@ class World:
         )
 
     def enter(self, undo: Undoing) -> None:
-        """Restore everything but context variables, until `undo` runs."""
+        """Restore the recorded state, except context variables (see `run`), until `undo` runs."""
         if tuple([each.get() for each in _SETTINGS]) != self.settings:
             for each, before in zip(_SETTINGS, self.settings, strict=True):
                 if (now := each.get()) != before:  # setting an old-style option may have set this one already
@@ -127,7 +127,7 @@ def _swap_modes(
     push: Callable[[Any], object],
     own: str | tuple[str, ...],
 ) -> None:
-    """Set the modes of the first run until `undo` runs, except modes of classes whose module begins with `own`."""
+    """Set the modes of the first run until `undo` runs; leave modes alone whose class is in a module named `own`…."""
     now = present()
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
@@ -178,7 +178,7 @@ class Seen:
         self._marks: list[tuple[torch.Tensor, Any]] = []
 
     def note(self, copied: Iterable[torch.Tensor] = ()) -> None:
-        """Note the versions of parameters and buffers after a run, except buffers that are `copied`."""
+        """Note the versions of parameters and buffers after a run, except of `copied` buffers, which are restored."""
         left_out = {id(each) for each in copied}
         tensors = [*self._tensors(_PARAMETERS), *self._tensors("_buffers")]
         self._marks = [(each, _mark(each)) for each in tensors if id(each) not in left_out]
@@ -186,7 +186,7 @@ class Seen:
         self._code = [(kind, kind.forward) for kind in kinds]
 
     def noted_again(self) -> None:
-        """Note the versions of the same tensors after a recomputation."""
+        """Note the versions of the same tensors anew, after a recomputation, which may raise them."""
         self._marks = [(each, mark if mark[0] == _version(each) else _mark(each)) for each, mark in self._marks]
 
     def refuse_changes(self) -> None:
@@ -224,7 +224,7 @@ class Seen:
 
 
 def _is_theirs(forward: object) -> bool:
-    """Whether torch or this project defines a `forward`: capture, in any thread, replaces some for a while."""
+    """Whether torch or this project defines `forward`: capturing, in any thread, replaces some for a while."""
     return (getattr(forward, "__module__", None) or "").startswith(_OWN_AND_TORCH)
 
 
@@ -251,7 +251,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _told(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
-    """Describe the difference between two marks, for an error message."""
+    """Describe the first difference between two results of `_mark`, for an error message."""
     if then[0] != now[0]:
         return f"at version {then[0]}", f"at version {now[0]}"
     if then[1] != now[1]:

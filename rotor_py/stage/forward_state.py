@@ -67,7 +67,6 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[No
 
 # These operators write into batch norm's running statistics, but PyTorch neither declares these writes nor counts them
 # in the version. Values do not always show a write, either: the mean of zeros stays the same.
-
 _aten = torch.ops.aten
 _WRITING = {
     _aten.native_batch_norm,
@@ -114,7 +113,7 @@ _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatc
 _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 # Per stage, the indices of the buffers that its forward changes.
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-# Per stage without hooks, the locations outside of its modules that its code names.
+# Per stage without hooks, where its code finds state outside of its modules.
 _locations: WeakKeyDictionary[nn.Module, list[Location]] = WeakKeyDictionary()
 _told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages already warned of, since they write to others' objects
 # Per stage, the indices of the buffers that other stages change, perhaps before its recomputation.
@@ -134,14 +133,14 @@ class Surroundings:
     changes: Callable[[], Sequence[Change]] = tuple  # returns attributes that have changed, with their former values
     world: World | None = None
     seen: Seen | None = None  # state of the stage's modules; None if the stage has not run, or is no module
-    named: NamedState | None = None  # state outside of the stage that its code names
+    named: NamedState | None = None  # state outside of modules that the stage's code names, such as globals
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
         """Recompute `function` inside this context as in its first run, without side effects.
 
-        Without a `graph`, autocast does not cache cast weights: a later forward in the same region would find them
-        without history and lose gradients. `alike`: keep present parameters, as a recompute in autograd's graph must.
+        Without a `graph`, autocast does not cache cast weights: a later forward in the same autocast region would find
+        them without history and lose gradients. `alike`: keep present parameters, for a recompute by `regions`.
         """
         with undoing() as undo, ExitStack() as stack:
             if self.world is not None:
@@ -238,8 +237,8 @@ def recorded(
 
 
 def _locations_of(function: Callable[..., Any], *, hooked: bool) -> Sequence[Location]:
-    """Return the locations that the code of a stage names. Not cached for a stage with hooks, which may change."""
-    if not isinstance(function, nn.Module) or hooked:
+    """Return where a stage's code finds state outside of modules: globals, closure variables, attributes of objects."""
+    if not isinstance(function, nn.Module) or hooked:  # not cached: hooks may change
         return locations_of(function)
     if function not in _locations:
         _locations[function] = locations_of(function)
@@ -275,7 +274,7 @@ def _find_moving(
 
 
 def present(function: Callable[..., Any], devices: tuple[torch.device, ...], name: str = "") -> Surroundings:
-    """Return the present state of `function`: a run inside its `restored` context equals a run that begins now."""
+    """Record the state of `function`: a later run inside its `restored` context equals a run that begins now."""
     slots = own_buffers(function)
     copies = _copies(function, slots)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
@@ -311,7 +310,7 @@ def _scratch_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lasting(tensor: Any) -> Any:
-    """Return the module's own buffer for the copy that a recomputation uses; return any other value unchanged."""
+    """Return the module's own buffer, given the copy that a recomputation uses; return any other value unchanged."""
     return getattr(tensor, "lasting", tensor)
 
 
@@ -331,19 +330,19 @@ def _copies(function: Callable[..., Any], slots: list[Slot]) -> dict[int, torch.
 
 
 def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
-    """Return the indices of copied buffers that runs of this or another stage have changed."""
+    """Return indices in `own_buffers` of the buffers that runs of this or another stage have changed."""
     if not isinstance(function, nn.Module):
         return frozenset()
     return _moving.get(function, frozenset()) | _moved_elsewhere.get(function, frozenset())
 
 
 def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
-    """Have a stage copy these buffers from its first forward on, since an identical stage changes them."""
+    """Have a stage copy the buffers with these indices from its first forward on: an identical stage changes them."""
     _moving[function] = recall_moving(function) | positions
 
 
 def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
-    """Have each stage copy shared buffers that any of `functions` changes, and those in `also`: it may read them."""
+    """Have stages copy buffers that they share if one of `functions` changes them, or if they are in `also`."""
     stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
     holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
     moved = {id(tensor) for tensor in also}
@@ -368,14 +367,14 @@ def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]
 
 
-# Without a graph, some operators use another kernel, which rounds differently: recurrent layers on the CPU do.
-# To give the numbers of plain training, such a stage always runs with a graph. And without a graph, an output does not
-# show whether it would require a gradient. Measuring finds both facts once; they last as long as the stage.
+# Without a graph, some operators use another kernel, which rounds differently: recurrent layers on the CPU do. To give
+# the results of plain training, such a stage always runs with a graph. And without a graph, an output does not show
+# whether it would require a gradient. Measuring finds both facts, once for each stage.
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
-    graph_dependent: bool = False  # whether outputs have other numbers with a graph than without
+    graph_dependent: bool = False  # whether outputs have other values with a graph than without
     without_gradient: tuple[int, ...] = ()  # indices of output tensors that never require a gradient
     reproducible: bool = True  # whether a second run from the same state has the same outputs
 
@@ -400,13 +399,13 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
 def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
     """Run a stage on `value` without a graph, compare with `made`, its output with a graph, and restore the stage.
 
-    `made` is detached, with its `requires_grad`. A stage that is not reproducible never counts as graph-dependent.
+    If they differ, the stage counts as graph-dependent only if another run with a graph gives `made`.
     """
     attached = _detached(made)
     with isolated(function, device), torch.no_grad():
         differs = not _equal(_outputs(function, value), attached)
     reproducible = True
-    # The stage may have collectives, so all processes must run it equally often, whatever each finds.
+    # The stage may call collectives, so all processes must run it equally often, even if outputs differ only in some.
     if differs or several_processes():
         with _same_run(function, device), decisions_recorded(function) as decided:
             twice = [_outputs(function, value)]
@@ -421,7 +420,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
 
 @contextmanager
 def _same_run(function: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Inside this context, `function` runs with a graph and from the present state, which is restored at the end."""
+    """Inside this context, `function` runs with a graph and from the present state, which is restored afterwards."""
     with streams_kept(function), isolated(function, device), torch.enable_grad():
         yield
 

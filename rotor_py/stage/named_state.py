@@ -28,7 +28,7 @@ _TABLES = frozenset(vars(nn.Module()))
 
 
 class Location:
-    """A location of a value, with functions to read and write it. Holds no objects except namespaces of modules."""
+    """Functions that read and write a global, closure variable or attribute. They hold only namespaces and classes."""
 
     __slots__ = ("get", "set")
 
@@ -73,18 +73,18 @@ class Location:
 
 
 def named_objects(function: Callable[..., Any]) -> list[Any]:
-    """Return each object that the code of `function`, its modules or their hooks name."""
+    """Return each object that the code of `function`, of its modules or of their hooks refers to by name."""
     return [value for value, _ in _walk(function)]
 
 
 def locations_of(function: Callable[..., Any]) -> list[Location]:
-    """Return the locations outside of modules that the code of `function` names."""
+    """Return where the code of `function` finds values outside of modules: see `Location`."""
     fixed = type | ModuleType | nn.Module
     return [found for value, found in _walk(function) if found is not None and not isinstance(value, fixed)]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Describe the values outside of modules that the code of `function` names, in the same way in every process."""
+    """Describe the values that the code of `function` finds outside of modules, in the same way in every process."""
     return tuple(_described(value) for value, location in _walk(function) if location is not None)
 
 
@@ -197,7 +197,7 @@ def is_library(name: str | None) -> bool:
 
 
 class NamedState:
-    """The values at `locations`, and copies of the contents of those that are containers."""
+    """The values at `locations`, and copies of the contents of those that are lists, dicts or sets."""
 
     __slots__ = ("_before",)
 
@@ -214,7 +214,7 @@ class NamedState:
         return self
 
     def only_unchanged(self) -> bool:
-        """Leave out locations that have changed since, and return whether there are any."""
+        """Leave out locations whose values have changed since, and return whether there are any."""
         before = self._before
         self._before = [each for each in before if not _changed(*each)]
         return len(self._before) < len(before)
@@ -243,7 +243,7 @@ def _changed(location: Location, value: Any, contents: Contents) -> bool:
 
 @contextmanager
 def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """When the context exits, undo changes by runs of `function` to the state that its code names."""
+    """When the context exits, undo what runs of `function` have changed in globals and the like (`Location`)."""
     before = NamedState(locations_of(function))
     try:
         yield

@@ -25,7 +25,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator call that recomputes a value; with a graph if `wanted` names values that need gradients in it."""
+    """An operator call that recomputes a value; with a graph unless `wanted`, values that need gradients, is None."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -53,20 +53,18 @@ Around = Callable[[], AbstractContextManager[Reading | None]]  # makes the conte
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to recompute values: operator `calls`, by the value they compute, and the kept values that each `needs`."""
+    """How to recompute values: the operator call for each value, and the kept values that each dropped one `needs`."""
 
     calls: dict[int, Call]
     needs: dict[int, frozenset[int]]
 
 
-# Saved-tensor hooks replace cheap tensors by handles, which recompute them from values that are often saved anyway.
-
-
 class PartialSaving:
     """Context for one run of a stage that drops some values and recomputes them by a recipe.
 
-    The run calls `keep` or `drop` for a value as soon as it has computed it; each value has memory of its own. Other
-    tensors are saved as without this context. `around` makes the context in which values are recomputed.
+    The run calls `keep` or `drop` for a value as soon as it has computed it; each value has memory of its own. In place
+    of a dropped value, autograd saves a handle that recomputes it. Other tensors are saved as without this context.
+    `around` makes the context in which values are recomputed.
     """
 
     def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around | None = None) -> None:
@@ -169,7 +167,7 @@ class _Dropped:
         return self.made  # type: ignore[no-any-return]  # a tensor
 
     def _plan(self) -> tuple[dict[int, Any], list[int]]:
-        """Return the available values, and the numbers of the values to compute from them, in order."""
+        """Return available values by number, and the numbers of the values to compute from them, in order."""
         available: dict[int, Any] = {}
         missing: set[int] = set()
         pending = [self.number]
