@@ -60,11 +60,11 @@ def rotor(
 
 
 class CompiledModel(nn.ModuleList):
-    """The stages of a graph and the layers before them: the only part of the model that the backend knows."""
+    """The layers of a graph, as a module: the only part of the model that the backend knows."""
 
 
 class PlannedGraph(TrainedModel):
-    """The graph as a `TrainedModel`. In DistributedDataParallel, each process plans alone, since inputs differ."""
+    """The graph as a `TrainedModel`. In DistributedDataParallel, each process plans alone, since batches may differ."""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -79,7 +79,7 @@ class GraphPlanner:
         self.settings = settings
         self.model: PlannedGraph | None = None
         self.plan: StepPlan | None = None  # the last plan; it serves inputs no larger than the one it was made for
-        self._reach: Any = None  # the spec of the plan's input
+        self._reach: Any = None  # the spec of the input that `plan` was made for
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
         self._executor = SequenceExecutor(graph.graph_module)

@@ -1,4 +1,4 @@
-"""Train a model inside a memory limit with the numbers of plain training: `Checkpointable(model)`."""
+"""Train a model inside a memory limit, with the results of plain training: `Checkpointable(model)`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class ModelsSignature:
-    """Give a method the signature of the model's method: trainers read from it which data set columns to pass."""
+    """Gives a method the signature of the model's own, from which trainers read which columns of a data set to pass."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -72,7 +72,7 @@ class Checkpointable(PlannedModel):
             TorchDynamo captures the graph, which is then cut into stages.
         custom_input: an input on which to measure the model at once: a tensor, a tuple of positional or a dict of
             keyword arguments, or a `DataLoader` of one of these.
-        mem_limit: the peak of a whole training step on the device: bytes, or a text such as "4GB", "512MiB", "80%".
+        mem_limit: maximum memory of a whole training step on the device: bytes, or text such as "4GB", "512MiB", "80%".
             None is 90 % of what the device can give this process.
         mem_slots: number of slots into which the solver divides memory: more find better plans, and take longer.
         verbosity: from 1 on, plans and the progress of measuring are logged to `rotor_py` at level WARNING, which
@@ -83,15 +83,15 @@ class Checkpointable(PlannedModel):
         optimizer: optimizer whose state counts toward the limit. Detected at its first step if omitted.
         fresh_grads: whether gradients are freed between steps, as by `zero_grad(set_to_none=True)`, the default of
             PyTorch, so that activations can use their memory. Leave it False to accumulate gradients.
-        forwards_in_flight: number of forwards that run before the first backward: 2 for a sum of two losses, siamese
-            networks, or a discriminator on real and fake data. The plan leaves room for all of them. If a step has
-            more, plans of later steps leave room for these, too.
-        backward_order: order of the backwards of forwards in flight: "any", or "reverse" if the last forward goes
-            backward first, as in `(loss1 + loss2).backward()`, for which there are faster plans. None: "any" until
+        forwards_in_flight: number of forwards of this model that run before the first backward: 2 if the losses of two
+            forwards are summed, as for siamese networks, or a discriminator on real and fake data. The plan leaves room
+            for all of them. If a step has more, plans of later steps leave room for these, too.
+        backward_order: order of the backwards of several forwards in flight: "any", or "reverse" if the last forward
+            goes backward first, as in `(loss1 + loss2).backward()`, for which there are faster plans. None: "any" until
             three steps were in reverse, then "reverse"; after a backward in another order, "any" again, with a warning
             if that step exceeds the limit.
-        progress: function called with (stages done, all stages, name of the next) while measuring. None: a progress
-            bar on a terminal, if measuring takes a while. True: the bar, and log lines. False: no bar.
+        progress: function called, while measuring, with the numbers of stages done and in all, and the next one's name.
+            None: a progress bar on a terminal, if measuring takes a while. True: the bar, and log lines. False: no bar.
         cache: whether measurements are stored on disk, in `~/.cache/rotor_plan`, for the next run.
         plan: a file written by `rotor-plan --save` or `save_plan`: steps follow its plan, and nothing is measured. Its
             measurements serve `report()` and `memory()`. For a plan with compiled stages, pass the same `compile`; the
@@ -108,19 +108,19 @@ class Checkpointable(PlannedModel):
         every_n_layers: checkpoint by hand, without a solver: store the inputs of stages 0, n, 2n, … (0: store all).
         max_checkpoints: with `every_n_layers`, the maximum number of stored inputs.
         on_oom: "raise" passes on an out-of-memory error of the device in a stage; "replan" repeats the failed work by
-            a plan that needs less memory, up to three times in a step, with the numbers of plain training.
+            a plan that needs less memory, up to three times for a forward and its backward; results stay the same.
         compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
             Each kind of stage is compiled once, and measured compiled and uncompiled; the plan uses the better variant
-            for the limit. The numbers are those of compiled training that stores everything.
+            for the limit. Results are those of compiled training that stores everything.
         step_in_backward: optimizer that steps each parameter in the backward as soon as its gradient is complete, and
-            frees the gradient. The training loop and the numbers are those of plain training; `optimizer.step()`
-            only ends the step. For SGD, Adam, AdamW and others of torch.optim that step each parameter independently.
+            frees the gradient. The training loop and its results are those of plain training; `optimizer.step()` only
+            ends the step. For SGD, Adam, AdamW and others of torch.optim that step each parameter independently.
             Gradients cannot be accumulated, clipped by norm or unscaled (GradScaler): reading a freed one is an error.
         offload: tier to which activations may be offloaded until their backward: "host" (pinned memory, for a CUDA
             device) or "file:/path" (an unnamed file in that folder, for a model on the CPU). The solver decides which
             activations to offload, and when, from the measured bandwidth.
-        keep: "bf16", "fp8" or "int8": lets plans quantize tensors that stages save for the backward, if that is better
-            for the limit. The forward stays exact, gradients differ. None: everything is exact.
+        keep: "bf16", "fp8" or "int8": lets plans round tensors that stages save for the backward to this type, if that
+            is better for the limit. The forward stays exact, gradients differ. None: everything is exact.
 
     With `level` or `every_n_layers`, no solver runs. Such a strategy has no limit unless `mem_limit` is given;
     planning raises InfeasibleError if it needs more.
@@ -207,7 +207,7 @@ class Checkpointable(PlannedModel):
 
     @ModelsSignature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; the backward follows the plan."""
+        """Run the model, as its own forward does; the backward of the result follows the plan."""
         # Under `torch.compile(Checkpointable(model))`, Dynamo traces this line only, with `is_compiling()` True.
         return self._forward_untraced(torch.compiler.is_compiling(), *args, **kwargs)
 
@@ -266,8 +266,8 @@ class Checkpointable(PlannedModel):
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
 
         Restores parameters, gradients, buffers, random state and mode afterwards. Stages are measured in training mode.
-        With `closely`, times are precise enough for `least_limit` with an overhead, which reads the limit off the curve
-        of all plans; this takes up to 24 more plain steps.
+        With `closely`, times are measured precisely enough for `least_limit` with an overhead, the least limit at which
+        a step takes at most so much longer; this takes as long as up to 24 more plain steps.
 
         Raises UnsupportedModelError if the model cannot be cut into stages.
         """
@@ -276,7 +276,7 @@ class Checkpointable(PlannedModel):
             self._planner.measure(*arguments_of(custom_input, self.model), closely=closely)
 
     def build_chain(self, mem_limit: float | str | None = None) -> Chain:
-        """Return the measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan.
+        """Return the measured stages' costs, in seconds and bytes. `mem_limit`, if given, is the next plan's limit.
 
         Raises ValueError if nothing has been measured, or the limit is invalid.
         """
@@ -291,7 +291,7 @@ class Checkpointable(PlannedModel):
         algo: Algorithm | None = None,
         **algo_kwargs: Any,
     ) -> Sequence:
-        """Find the sequence to train by; `algo` is an algorithm of `rotor_solver` or a class of one.
+        """Find the order of forwards and backwards in steps; `algo`: an algorithm of `rotor_solver` or its class.
 
         Without `algo`, use the strategy set by hand, or else `Persistent()`. Raises InfeasibleError, with the least
         limit that works as `min_bytes`, if nothing fits; ValueError if nothing has been measured.
@@ -301,7 +301,7 @@ class Checkpointable(PlannedModel):
         return self._planner.solve(custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
 
     def divide(self, budget: Budget) -> None:
-        """Set the budget, and have the next forward solve with it. Raises ValueError before anything is measured."""
+        """Have the next forward solve for this division of memory. Raises ValueError before anything is measured."""
         plan = self._planner.in_use
         plan.budget, plan.sequence = budget, None
 
@@ -312,5 +312,5 @@ class Checkpointable(PlannedModel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
-        # A copy loses this registration, which is made of weak references.
+        # Register the copy's planner for optimizers, too: registrations are weak references, which copying leaves out.
         self._planner.wait_for_optimizers()

@@ -1,4 +1,4 @@
-"""Describe devices by their data sheets, and assume which fractions of those rates kernels reach."""
+"""Describe devices by the numbers of their data sheets, and by assumed fractions of these that kernels reach."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 if TYPE_CHECKING:
     import torch
 
-# Bytes that the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
-# are seen, and they grow with the kernels that a program has used.
+# Bytes that driver, CUDA context and loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB have been
+# seen, more for programs that use more kernels.
 CONTEXT_BYTES = 520 * 2**20
 
 LAUNCH_SECONDS = 4e-6  # Seconds that Python takes to launch a kernel. Assumed: 3 to 10 µs are measured in eager mode.
 
-# cuBLAS workspaces: one for the thread that runs forwards, one for the engine's thread that runs backwards.
+# Number of cuBLAS workspaces: one for the thread that runs forwards, one for the engine's thread that runs backwards.
 WORKSPACES = 2
 _SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
@@ -44,10 +44,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Fractions of the data sheet's numbers that kernels reach: of the rates, and of the bandwidth (`streaming`).
+    """Assumed fractions of the data sheet's rates that kernels reach, and (`streaming`) of the memory bandwidth.
 
-    Always assumed. `anchor` names the published or measured times that the fractions were fitted to. Without an anchor,
-    they are a guess, or copied from the device that `taken_from` names.
+    `anchor` names the published or measured times to which the fractions were fitted. Without an anchor, they are a
+    guess, or copied from the device that `taken_from` names.
     """
 
     matmul: float
@@ -137,9 +137,9 @@ def workspace_bytes(device: Device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Predicted peak of memory that the caching allocator reserves on `device`, where it can have `usable_bytes`.
+    """Predicted peak of the bytes that the caching allocator reserves on `device`, where it can have `usable_bytes`.
 
-    `reserved_bytes` is the peak by default, `expandable_bytes` the peak with expandable segments.
+    `reserved_bytes` is the peak with the allocator's defaults, `expandable_bytes` that with expandable segments.
     """
 
     device: str

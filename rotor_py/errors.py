@@ -17,15 +17,15 @@ _LONGEST = 240
 
 
 class DescribedWarning(DescribedError, UserWarning):  # noqa: N818
-    """A warning with `kind`, `stage`, `name` and `numbers`, as `DescribedError` has them."""
+    """A warning with the attributes `kind`, `stage`, `name` and `numbers`, as `DescribedError` has them."""
 
 
 def record_fields(
     kind: str, *, stage: int | None = None, name: str | None = None, **numbers: Field
 ) -> dict[str, object]:
-    """Give a log record the fields of an error: `logger.warning(message, extra=record_fields("late_optimizer"))`.
+    """Return attributes for a log record, to pass as `extra`: `kind`, `stage`, `subject` and `numbers`, as of an error.
 
-    The record gets the attributes `kind`, `stage`, `subject` (since `name` is the logger's name) and `numbers`.
+    `subject` is the `name` of an error: a record's own `name` is that of its logger.
     """
     return {"kind": kind, "stage": stage, "subject": name, "numbers": numbers}
 
@@ -63,7 +63,7 @@ class PlanMismatchError(DescribedError, ValueError):
 
 
 class OtherDataError(PlanMismatchError):
-    """This batch's data take other branches in the model than the planned batch's: without padding, for example.
+    """With this batch, the model takes other branches than with the planned one, for example since it has no padding.
 
     `found` holds the results of the model's conditions on data for this batch, in the order of capture.
     """
@@ -83,7 +83,7 @@ def shortened(value: object) -> str:
 
 
 class StageChangedError(InvalidStateError):
-    """A stage cannot be recomputed exactly, since a value that it reads has changed since its forward.
+    """A stage cannot be recomputed exactly, because a value that it reads was changed after its forward.
 
     `what` names the value, which changed from `was` to `now`. Plans of later steps store the stage `name`.
     """
@@ -136,5 +136,5 @@ class MissingCheckpointError(DescribedError, ValueError):
 
 
 def what_it_is(value: object) -> str:
-    """Describe the type of an invalid value, for an error message."""
+    """Return what an invalid value is, for an error message: a class itself, or an instance of one."""
     return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Host memory that the process may use: in total, and currently free."""
+"""Bytes of host memory that this process may use: in total, and those available now."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from rotor_profiling.torch_compat import is_optimized
 from rotor_py.errors import record_fields
 
 _log = logging.getLogger("rotor_py")
-# Names of the dictionaries that hold a module's parameters, buffers, children and hooks, read from an empty module:
-# releases of torch add some.
+# Names of the dictionaries that hold a module's parameters, buffers, children and hooks. Read from an empty module,
+# since each release of torch may add some.
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
 
 
@@ -31,7 +31,7 @@ class Transparent(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # Share the dictionaries, so that both modules see later additions. A child's name would prefix all others.
+        # Share the dictionaries, so that both modules see later additions. As a child, the model would prefix names.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model
@@ -99,12 +99,12 @@ class Transparent(nn.Module):
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether to set an attribute on the wrapper: a descriptor of its class, or `forward`, which Accelerate sets."""
+    """Whether to set an attribute on the wrapper: a property of its class, or `forward`, which Accelerate replaces."""
     return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
 
 
 def _is_torchs(method: MethodType) -> bool:
-    """Whether torch defines a method. FSDP's must get the model itself, and no method of torch calls `self(...)`."""
+    """Whether torch defines a method. Such a method must get the model itself (FSDP's), and never calls `self(...)`."""
     return str(getattr(method.__func__, "__module__", "")).partition(".")[0] == "torch"
 
 
@@ -125,7 +125,7 @@ def core_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_training(module: Transparent) -> Iterator[None]:
-    """Put a module in training mode inside the context. If it is already, leave any parts in eval mode alone."""
+    """Put a module and all its parts in training mode inside the context; do nothing if the module itself is."""
     if module.training:
         yield
         return
@@ -142,7 +142,7 @@ def in_training(module: Transparent) -> Iterator[None]:
 
 @contextmanager
 def instead_of_forward(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Make the first call of `module` inside the context run `run`, inside which `module` has its own forward again."""
+    """Inside the context, the first call of `module` calls `run` instead, inside which it has its own forward again."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         del module.__dict__["forward"]

@@ -10,16 +10,16 @@ from rotor_py.errors import InvalidValueError
 _SIZE = re.compile(r"\s*(?P<number>\d+(_\d+)*(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s*(?P<unit>[a-z%]*)\s*", re.IGNORECASE)
 _DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
 _BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
-_MOST = 2**63 - 1  # the largest byte count: no address is larger
-_MOST_DIGITS = 30  # the largest power of ten that is computed
+_MOST = 2**63 - 1  # largest number of bytes that is accepted: no address is larger
+_MOST_DIGITS = 30  # largest power of ten that is computed; larger ones count as this
 _HINT = "write for example 4GB (4·10⁹ bytes), 512MiB (512·2²⁰ bytes) or 80%"
 
 
 def parse_bytes(size: float | str, *, device_bytes: int | None = None) -> int:
-    """Parse a size into bytes, rounded down.
+    """Return a size, such as 1e9, "4GB" or "80%", as a number of bytes, rounded down.
 
-    A number, such as 1e9, is a number of bytes. `80%` is that share of `device_bytes`. Raises ValueError, in one
-    sentence, for anything that is not a positive size, and for sizes that do not fit 64 bits.
+    `80%` is that share of `device_bytes`. Raises ValueError for anything that is not a positive size, for sizes that do
+    not fit 64 bits, and for a share without `device_bytes`.
     """
     if isinstance(size, bool) or not isinstance(size, int | float | str) or size != size:
         raise InvalidValueError(f"{size!r} is not a size in bytes; {_HINT}", kind="not_a_size")
@@ -83,7 +83,7 @@ def limit_text(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a time with three significant digits and a unit."""
+    """Format a time with three significant digits and a unit: 1.25 s, 31.0 ms, 250 µs."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         scaled = seconds * factor
         if scaled >= 0.9995 or unit == "µs":

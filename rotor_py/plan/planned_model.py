@@ -63,8 +63,7 @@ class PlannedModel(Transparent):
     backward_order = Setting[str | None]()
     watch = Setting[bool | None]()
 
-    # Facts about the plan in use, the one that the last step followed or the next one will. None, or an empty list,
-    # before anything has been measured.
+    # Facts about the plan in use, which steps follow. None, or an empty list, before anything has been measured.
 
     @property
     def sequence(self) -> Sequence | None:

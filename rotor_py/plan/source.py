@@ -113,8 +113,7 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-# Layers for which autograd saves fewer bytes are not captured to be stored in part. A guess: capturing takes seconds.
-_LEAST_BYTES = 2**20
+_LEAST_BYTES = 2**20  # Layers that save less are not captured to be stored in part. A guess: capturing takes seconds.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."  # package whose layers without inner layers are single operators
 

@@ -1,4 +1,4 @@
-"""Storage modes, and optional offers of a stage: other ways to run it, and facts that running it requires.
+"""Storage modes, and offers of a stage: other ways to run it, and facts that the executor needs.
 
 A user's layer offers nothing; a captured stage derives from `StageOffers`. All code reads offers through `offers_of`.
 """
@@ -26,14 +26,14 @@ Wrap = Callable[[nn.Module], nn.Module]  # returns the module to run instead of 
 
 
 class StageOffers:
-    """Offers of a stage. By default, a stage offers nothing; subclasses override their offers."""
+    """What a stage offers besides being called. By default, nothing; subclasses override attributes and methods."""
 
     # Output tensors that later stages read without passing them along the chain: name, and index among the outputs.
     carried: Mapping[str, int] = MappingProxyType({})
     # Input tensors passed through to the output, and otherwise unused: output index to input index.
     handed_on: Mapping[int, int] = MappingProxyType({})
-    # Positions of the input values that the stage reads and passes on. Stages with equal signatures (`stage_signature`)
-    # cost the same whichever values they read, but compiled code reads values at fixed positions.
+    # Positions, in the stage's input, of the values that it reads and passes on. Stages with equal signatures
+    # (`stage_signature`) that differ in these cost the same, but cannot share compiled code.
     wiring: Hashable = None
     # For every input tensor, whether it needs a gradient in training; None if only a run shows this.
     needs_gradient: Sequence[bool] | None = None
@@ -46,33 +46,35 @@ class StageOffers:
         return (self,)
 
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
-        """Return how to run this stage and `following` as one; None if they must run one by one."""
+        """Return a function that runs this stage and `following` as one; None if they must run one by one."""
         return None
 
     def gather_begun(self) -> None:
         """Gather the sharded parameters of modules whose forward began in an earlier stage."""
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
-        """Return a run of the stage with `wrap(piece)` for every compilable piece; None if it compiles as a whole."""
+        """Return a function that runs the stage with `wrap(piece)` for compilable pieces; None if it compiles whole."""
         return None
 
     def forward_skipping_output(self) -> Run | None:
-        """Return a run of the stage right before its backward, without output values; None if this saves no time."""
+        """Return a function that runs the stage but only allocates its output, which a recompute right before the
+        backward does not need; None if this saves no time.
+        """
         return None
 
     # Whether its storage modes (`ways`) run different code, which may round differently: a plan then uses only one.
     ways_are_code = False
 
     def ways(self) -> tuple[str, ...]:
-        """Return the names of its partial storage modes, as in `Keeper.name`. Each keeps less than those before it."""
+        """Return the names of the modes that store the stage in part. Each keeps fewer bytes than those before it."""
         return ()
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
-        """Return the storage modes that apply to `value`; may run the stage to find out."""
+        """Return those of `ways` that apply to the input `value`; may run the stage to find out."""
         return self.ways()
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        """Return a run of the stage in a storage mode of `ways`. With `skip_output`, the output has no values."""
+        """Return a function that runs the stage in a mode of `ways`; `skip_output` only allocates its output."""
         raise InvalidValueError(f"the stage has no storage mode {way!r}", kind="unknown_way", name=way)
 
 
@@ -107,7 +109,7 @@ _NOTHING = StageOffers()
 
 
 def offers_of(function: Callable[..., Any]) -> StageOffers:
-    """Return the offers of a module, of several joined in an `nn.Sequential`, or of any function."""
+    """Return the offers of a stage, or of an `nn.Sequential` of joined stages; any other function offers nothing."""
     if isinstance(function, StageOffers):
         return function
     if isinstance(function, nn.Sequential):
@@ -115,9 +117,7 @@ def offers_of(function: Callable[..., Any]) -> StageOffers:
     return _NOTHING
 
 
-# Storage modes of a stage, as the runner and the solver see them.
-
-_AND = ", "
+_AND = ", "  # joins the names of storage modes that are used together
 
 
 def both(own: str, keeper: str) -> str:
@@ -125,7 +125,7 @@ def both(own: str, keeper: str) -> str:
 
 
 def parted(way: str, keepers: Container[str]) -> tuple[str | None, str | None]:
-    """Return a storage mode without its last keeper, and the name of that keeper; None for a missing part."""
+    """Split the name of a storage mode into that of its last keeper and what comes before; None for a missing part."""
     if way in keepers:
         return None, way
     own, _, keeper = way.rpartition(_AND)
@@ -138,28 +138,28 @@ def own_of(way: str, keepers: Container[str]) -> str | None:
 
 
 def base_of(way: str, ways: Collection[str]) -> str | None:
-    """Return the mode in `ways` to which the mode `way` adds a keeper; None if it adds none, or adds it to no mode.
+    """Return the mode in `ways` to which the mode `way` adds a keeper; None if it adds none, or `ways` lacks that mode.
 
-    A suffix is a keeper only if `ways` also has this keeper as a mode. Otherwise the suffix is part of the name.
+    What follows the last comma of `way` is a keeper only if `ways` also has it as a mode of its own.
     """
     base, _, keeper = way.rpartition(_AND)
     return base if base in ways and keeper in ways else None
 
 
 class Trial:
-    """Find out, from a run of a stage, whether a storage mode is worth measuring. By default it never is."""
+    """Finds out, from a run of a stage, whether a storage mode is worth measuring. This base class says no."""
 
     pays: bool = False  # whether a run has shown that the mode is worth measuring
     # Bytes that autograd saved in the run, without parameters, input, output and storages below a page; None before it.
     saved_bytes: int | None = None
 
     def watch(self, run: Run) -> Run:
-        """Wrap `run` to observe it; it saves the same tensors. Raises RuntimeError where hooks are refused."""
+        """Return `run` wrapped to be observed, saving the same tensors. RuntimeError where hooks are refused."""
         return run
 
 
 class Keeper:
-    """Keeps the saved tensors of any stage in another form. All processes of a training need the same keepers."""
+    """Keeps saved tensors of any stage packed, rounded or offloaded. Processes that train together need the same."""
 
     # Name of the storage mode, which reports print after "stored". Never change it, since plan files contain it.
     name: str
@@ -169,7 +169,7 @@ class Keeper:
         return True
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        """Wrap `run`, a run of `function`, so that its graph saves tensors in this form. The output is the same."""
+        """Return `run`, a run of the stage `function`, wrapped so that its saved tensors are kept in this form."""
         return run
 
     def trial(self, function: Callable[..., Any]) -> Trial:
@@ -177,10 +177,10 @@ class Keeper:
         return Trial()
 
 
-# The storage mode of a stage whose saved tensors a plan may offload. The stage runs as if stored whole; the executor
-# decides what to offload, and when (`offload`).
 class _Elsewhere(Keeper):
-    """Costs the same as the stage without it, except for the offloaded bytes, so no trial is needed."""
+    """Storage mode of a stage whose saved tensors a plan may offload. The stage runs as if stored whole, and the tape
+    starts the copies (`Moving`), so it costs as much as without this mode, and needs no trial.
+    """
 
     name = "elsewhere"
     keeps_the_rest = True
@@ -193,14 +193,14 @@ ELSEWHERE: Keeper = _Elsewhere()  # for runners of plans that may offload; `meas
 
 
 def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -> bool:
-    """Whether `module` and its parts have no hook (`but_for_its_hooks`: of its own), compiler or replaced forward."""
+    """Whether `module` and its parts have no hook (`but_for_its_hooks`: the parts), compiler or replaced forward."""
     unhooked = [each for each in module.modules() if not (but_for_its_hooks and each is module)]
     return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
 
 
 @contextmanager
 def calling_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Make the first call of `module` inside the context run its hooks, and `forward` instead of its own forward."""
+    """Inside the context, the first call of `module` runs its hooks, but `forward` instead of its own forward."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         vars(module).pop("forward", None)  # before the call, so that `forward` finds the module unchanged

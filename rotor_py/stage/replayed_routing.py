@@ -1,4 +1,4 @@
-"""In a recomputation, replay the decisions of operators, and the draws from Python's and NumPy's RNGs."""
+"""Replay operators' decisions (top-k, branches) and draws from Python's and NumPy's RNGs in a recomputation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stream(NamedTuple):
     set: Callable[[Any], object]
 
 
-Drawn = tuple[tuple[Stream, Hashable], ...]  # streams from which a forward has drawn, with their former states
+Drawn = tuple[tuple[Stream, Hashable], ...]  # streams from which a forward has drawn, with their states before it
 
 # Per stage, the streams that its first forward drew from.
 _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
@@ -50,7 +50,7 @@ def streams_of(function: Callable[..., Any]) -> list[Stream]:
 
 @contextmanager
 def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
-    """Yield a list that gets, when the context exits, the streams from which a forward of `function` has drawn."""
+    """Yield a list that gets, when the context exits, the random streams from which `function` drew inside it."""
     known = _drawing.get(function) if isinstance(function, nn.Module) else None
     before = [(stream, stream.state()) for stream in (streams_of(function) if known is None else known)]
     result: list[Drawn] = []
@@ -115,7 +115,7 @@ def _of_generator(generator: torch.Generator) -> Stream:
 Decisions = tuple[tuple[Any, Any], ...]  # the deciding operators in order, each with its result
 
 _aten = torch.ops.aten
-# Operators that select numbers, except pooling: its indices change only a gradient, and would take much memory.
+# Operators that select values, except pooling: its indices change only a gradient, and would take much memory.
 _SELECTIONS = {
     _aten.topk,
     _aten.sort,
@@ -129,7 +129,7 @@ _SELECTIONS = {
     _aten.mode,
     _aten._local_scalar_dense,
 }
-# Operators that read no numbers of their arguments.
+# Operators that read shape, dtype or device of their arguments, but no values, so they decide nothing.
 _NO_DECISIONS = {
     _aten.empty_like,
     _aten.zeros_like,
@@ -169,7 +169,7 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
 
 
 def decisions_repeated(decisions: Decisions) -> Any:
-    """Return a context in which a stage replays these decisions. Raises RuntimeError if other operators decide."""
+    """Return a context in which a stage's operators return these decisions. RuntimeError if other operators decide."""
     return _Repeating(decisions) if decisions else nullcontext()
 
 
@@ -192,13 +192,13 @@ def decides_nothing(function: Callable[..., Any]) -> bool:
 
 
 def remember_undecided(function: Callable[..., Any]) -> None:
-    """Never record decisions of this stage, not even in its first run: an identical stage makes none."""
+    """Have no run of this stage record decisions, since an identical stage makes none."""
     if isinstance(function, nn.Module):
         _undecided.add(function)
 
 
 class _Watching(TorchDispatchMode):
-    """Base of dispatch modes that observe decisions below autograd, which continues with the results they return."""
+    """Base of dispatch modes that see operators below autograd, and whose results autograd uses instead of theirs."""
 
     def __init__(self, decisions: Decisions = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -242,11 +242,11 @@ class _Repeating(_Watching):
 
 
 def _decides(func: Any, given: Any, made: Any) -> bool:
-    """Whether an operator maps numbers, which may vary in the last digits, to a discrete result."""
+    """Whether an operator maps floating-point values, which may vary in the last digits, to a discrete result."""
     if _not_the_stage.get() or func.overloadpacket in _NO_DECISIONS or made is None:
         return False
     if func.overloadpacket not in _SELECTIONS:
-        # Fast path: most operators return one tensor of numbers.
+        # Fast path: most operators return one floating-point tensor.
         if _is_number(made) or any(map(_is_number, tree_leaves(made))):
             return False
         if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):

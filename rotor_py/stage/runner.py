@@ -31,7 +31,7 @@ Edges = list[GradientEdge | None]  # edges of tensors into their graph, in order
 
 @dataclass(eq=False)
 class AttachedStage:
-    """A stage with a graph of its own, which ends at its input and at aliases of its parameters. Holds no tensors."""
+    """The graph of one run of a stage, back to its input and aliases of its parameters. Holds no input or output."""
 
     outputs: Edges
     inputs: Edges
@@ -90,7 +90,7 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
 
 
 def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
-    """Return edges of the tensors in `value`, and nodes to hold: an edge does not hold a node written in Python."""
+    """Return edges of the tensors in `value`, and nodes to hold: an edge does not hold nodes written in Python."""
     tensors = tensors_in(value)
     # A view's node holds the tensor's node, and no tensor. `get_gradient_edge` of newer torch makes such views, too.
     with torch.enable_grad():
@@ -110,8 +110,8 @@ class StageRunner:
     A runner has no state of a forward, so it serves several in flight. All stages of a forward share its `context`:
     `function` gets a tuple of its own values and the context, and with `hands_on` returns such a tuple.
 
-    `option` says how a graph is stored: 0 stores all tensors that autograd saves, n is the n-th storage mode in `ways`,
-    by default in `offered`. An `open` module runs functions of the caller's: it must own all parameters that they use.
+    `option` says what is stored for the backward: 0 is all tensors that autograd saves, n the n-th storage mode in
+    `ways`, by default in `offered`. An `open` module calls functions of the user's, which may use no other parameters.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class StageRunner:
         return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
-        """Return the `offered` modes worth measuring on `value`, only with these `keepers`; may run the stage."""
+        """Return the `offered` modes to measure on `value`, with these `keepers` or none; may run the stage."""
         paying = [each for each in self._suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 
@@ -189,12 +189,12 @@ class StageRunner:
         return forward_skipping_output(self.function) is not None
 
     def make_ready(self) -> None:
-        """Generate the code that runs the stage with a graph, if the stage generates it lazily."""
+        """Have the stage generate the code that runs it with a graph, if it generates this on demand."""
         for skip_output in (False, self.can_skip_output):
             self._run_of(self._way, skip_output)
 
     def forward(self, value: Any, context: Context = (), *, skip_output: bool = False) -> Any:
-        """Run the stage in the surrounding graph, as plain training does; with `skip_output`, without output values."""
+        """Run the stage in the surrounding graph. With `skip_output`, the output is allocated but not computed."""
         with self._in_forward:
             way = self._way if torch.is_grad_enabled() or self._offers.ways_are_code else None
             output = self._run(way, value, context, skip_output)
@@ -229,8 +229,8 @@ class StageRunner:
         return self._run(way, value, context)
 
     def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
-        """Run the stage in a storage mode (None: whole), and wait for its output's pending collectives: a recomputed
-        output may have no reader, and PyTorch holds the memory of an `AsyncCollectiveTensor` until a wait.
+        """Run the stage in a storage mode (None: it stores all saved tensors), and wait for its output's collectives: a
+        recomputed output may have no reader, and PyTorch holds the memory of an `AsyncCollectiveTensor` until a wait.
         """
         run = self._run_of(way, skip_output) if way is not None or skip_output else self.function
         # Copy dicts and lists in the input: a stage may change them, and its other runs get them, too.
@@ -252,8 +252,8 @@ class StageRunner:
     ) -> tuple[AttachedStage, Any]:
         """Recompute the stage with a graph of its own, exactly as in the first run; return the graph and the output.
 
-        With `skip_output`, the output has no values. The graph ends at aliases of the parameters, whose gradients go to
-        the caller's engine: this calls the hooks of the real parameters, and accumulates into `grad`, only once.
+        With `skip_output`, the output is allocated but not computed. The graph ends at aliases of the parameters. The
+        stage's node returns the aliases' gradients to autograd, which calls the parameters' hooks and accumulates once.
         """
         restored, trained = surroundings.restored(self.function, graph=True), surroundings.trained
         run = partial(surroundings.run, self._run, self._way)
@@ -298,8 +298,8 @@ class StageRunner:
 
 
 def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:
-    """Run a stage in the surrounding graph; return its output, and its saved tensors that can be offloaded. These are
-    not inputs, parameters, outputs that are held, or tensors that the runner keeps in another form.
+    """Run a stage in the surrounding graph; return its output, and its saved tensors that may be offloaded: all but
+    inputs, parameters and buffers, tensors that others hold, and those that the runner keeps packed or rounded.
     """
     offloadable = OffloadableStorages()
     held = [*tensors_in((value, context)), *owned_tensors(runner.function)]

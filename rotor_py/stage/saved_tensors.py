@@ -1,4 +1,4 @@
-"""Saved tensors: whether the backward reads their numbers, signs or shape, and how a recomputation hands them over."""
+"""Saved tensors: whether the backward reads their values, signs or shape, and how a recomputation hands them over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import is_fake
 from rotor_py.errors import InvalidStateError
 
-# Objects that autograd holds instead of saved tensors. Rules: see the Note in `compressing_hooks`.
-
 
 class Saved(Protocol):
-    """An object saved instead of a tensor or a whole storage, which it holds unchanged or in another form."""
+    """An object that autograd holds in place of a saved tensor: it keeps the tensor in some form, or recomputes it."""
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, with its dtype and device, any number of times. RuntimeError if it was overwritten."""
@@ -33,7 +31,7 @@ class SavedAsItIs:
     __slots__ = ("_tensor", "_writes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # Rule 7: without history
+        self._tensor = tensor.detach()  # without history: Rule 7 of the Note in `compressing_hooks`
         self._writes = tensor._version
 
     @property
@@ -60,8 +58,8 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 # node that saves. But nodes are numbered in creation order, and a tensor knows the node that made it: if this node has
 # the last number, it saves its own result. A node that saves an input is found in the graph behind later tensors.
 #
-# Hardtanh and ReLU6 need the numbers. Whether their backward lets a gradient pass at a NaN depends on its position in
-# memory: vector instructions and the remainder loop differ. One bit per number cannot record this.
+# Hardtanh and ReLU6 need the values. Whether their backward lets a gradient pass at a NaN depends on its position in
+# memory: vector instructions and the remainder loop differ. One bit per element cannot record this.
 
 
 class Need(Enum):
@@ -72,13 +70,13 @@ class Need(Enum):
     NUMBERS = "its numbers"
 
     def together_with(self, other: Need) -> Need:
-        """Return the joint need of two readers."""
+        """Return what two nodes, one of this need and one of the other, need of a tensor that both read."""
         if other in (self, Need.SHAPE):
             return self
         return other if self is Need.SHAPE else Need.NUMBERS
 
 
-# Maximum number of nodes to search for a saving node. A guess: with fewer, numbers are kept where a sign would do.
+# Maximum number of nodes to search for a saving node. A guess: with fewer, values are kept where signs would do.
 _MOST_NODES = 256
 # Name prefixes of nodes that read only the shape of their input: max pooling saves indices besides.
 _SHAPE_ALONE = ("AvgPool", "MaxPool")
@@ -96,7 +94,7 @@ def own_need(tensor: torch.Tensor, number: int) -> Need | None:
 
 
 def need_of(node: Node, device: torch.device) -> Need:
-    """Return whether the backward of `node` reads numbers, signs or only the shape of its saved floating tensor."""
+    """Return whether the backward of `node` reads values, signs or only the shape of its saved floating tensor."""
     name = node.name()
     if device.type not in _SEEN:
         return Need.NUMBERS
@@ -113,7 +111,7 @@ def need_of(node: Node, device: torch.device) -> Need:
 def nodes_behind(
     tensors: Iterable[torch.Tensor], numbers: Collection[int], most: int | None = _MOST_NODES
 ) -> dict[int, Node]:
-    """Return the nodes with these numbers in the graph behind `tensors`, searching at most `most` nodes."""
+    """Return the nodes with these sequence numbers in the graph behind `tensors`, searching at most `most` nodes."""
     found: dict[int, Node] = {}
     pending = [node for node in map(_origin, tensors) if node is not None]
     seen: set[Node] = set()
@@ -138,7 +136,7 @@ def _origin(tensor: torch.Tensor) -> Node | None:
 
 
 # In a recomputed region, the graph of the first run holds no saved tensors. A recomputation saves the same tensors in
-# the same order, and hands them over. Autograd calls only the innermost hooks, so each kind of hook has to do this.
+# the same order, and hands them over to it. Autograd calls only the innermost hooks, so all of this project's do this.
 
 
 class Waiting(Protocol):
@@ -164,7 +162,7 @@ class Complete(Exception):  # noqa: N818  # no error: it ends a run
 
 
 class HandingOver:
-    """Context for a run that hands over its saved tensors, and ends early when the last one is handed over."""
+    """Context for a run that hands its saved tensors to `waiting`, and ends early when this has all that it needs."""
 
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
@@ -219,7 +217,7 @@ tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack ho
 
 
 class SavedInOrder:
-    """Record shape and byte sum of each tensor that a complete run saves, not its values, to save memory."""
+    """Records shape, dtype, layout and sum of the bytes of each tensor that a complete run saves, to compare runs."""
 
     ends_after = None
 

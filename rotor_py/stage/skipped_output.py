@@ -27,9 +27,9 @@ _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten
 
 
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
-    """Return a run of a stage right before its backward, without its output; None if this saves no time.
+    """Return a function that runs a stage, but allocates its output without computing it; None if this saves no time.
 
-    A stage without an offer (`StageOffers`) must be a chain of layers that ends in a matrix product, or nearly so.
+    Without an offer (`StageOffers`), the stage must end in a layer of `_PRODUCTS`, and maybe some of `_FOLLOWING`.
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
@@ -46,7 +46,7 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator with a graph, but do not compute its output, which its backward never reads."""
+    """Call an operator or layer with a graph, but do not compute its output, which its backward does not read."""
     with _SkippedOutputs():
         return function(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def _flat(module: nn.Module) -> list[nn.Module]:
 
 
 class _SkippedOutputs(TorchDispatchMode):
-    """Makes operators of `_MAKERS` return uninitialized memory, below autocast and autograd, which work as usual."""
+    """Has operators of `_MAKERS` return uninitialized memory, below autocast and autograd, which work as usual."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

@@ -49,9 +49,7 @@ def outer_hooks_aside() -> Iterator[None]:
 
 @contextmanager
 def outer_regions_aside() -> Iterator[bool]:
-    """Inside the context, the caller's regions are off (see the Note). Yields whether the caller's backward recomputes
-    one of them; False before torch 2.8.
-    """
+    """Inside the context, the caller's regions are off (see the Note). Yields whether one of them is recomputed."""
     with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
 
