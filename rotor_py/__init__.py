@@ -1,4 +1,4 @@
-"""Train a PyTorch model inside a memory limit given in bytes, at the least extra time, with the same numbers.
+"""Train a PyTorch model inside a memory limit in bytes, at the least extra time, with the results of plain training.
 
 Names are imported on first use, so that `rotor-plan` reports a mistyped option without importing torch.
 """

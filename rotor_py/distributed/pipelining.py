@@ -45,7 +45,7 @@ def stages_of(schedule: Any) -> list[PipelineStage]:
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
-    """Yield stage index and letter of this rank's computations: Forward, Backward, or its parts, Inputs and Weights."""
+    """Yield stage index and type of this rank's computations: F (forward), B (backward), or its parts, I and W."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
         message = f"schedule must have a list of its actions, pipeline_order, got {type(schedule).__name__}"

@@ -54,10 +54,10 @@ class SmallerPlans(Protocol):
         """Return a plan for the whole chain, after `error` in its forward."""
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
-        """Return a plan for the first `stages` stages, from their output gradient, after a backward's `error`."""
+        """Return a plan for the backward of the first `stages` stages, from their output gradient, after `error`."""
 
     def rest_as_before(self, stages: int) -> Sequence:
-        """Return a plan for another backward through the first `stages` stages, after a failed one."""
+        """Return a plan for another backward of the first `stages` stages, after one that ran out of memory."""
 
 
 class Undo:

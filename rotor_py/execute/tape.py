@@ -112,7 +112,7 @@ _TENSOR = object()  # Marks a tensor's position in a frame. Not None, which a va
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A nested value without its tensors, which are passed one by one: autograd tracks only such tensors."""
+    """A nested value without its tensors, which nodes take and return one by one: autograd tracks only these."""
 
     spec: TreeSpec | Structure
     leaves: tuple[Any, ...]
@@ -314,7 +314,7 @@ class Tape:
         return output
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Run the operations up to and including `B` of `stage` (Rule 3)."""
+        """Run the operations through `B` of `stage` (Rule 3); return the gradients of its input and parameters."""
         wait_for(gradients)  # Rule 14: before stages are recomputed
         with undoing(), self.passes.resume(stage) as current:  # `undoing`: if a recompute is interrupted
             self._advance(current, stage)
@@ -322,7 +322,7 @@ class Tape:
             current.held.inputs.drop_all_but(self.instructions.replay[self.instructions.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
             if self.passes.left is None and stage not in self.instructions.runs_after_backward:
-                self.surroundings.pop(stage, None)  # now: whoever holds the output holds the tape
+                self.surroundings.pop(stage, None)  # release it now: whoever holds the output holds the tape
             return found
 
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
@@ -429,7 +429,7 @@ class _MeasuringTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs a stage as a `StageNode`, to time the node's overhead, which may exceed the stage's.
+    """Return a function that runs a stage as a `StageNode`, whose Python code may take longer than a small stage.
 
     An empty stage runs first: in a step, other nodes run before this one, so their code is in the CPU's caches.
     """

@@ -27,7 +27,7 @@ _MOST_PIECES = 64
 
 
 def link_of(name: str, device: torch.device) -> Link:
-    """Return the bandwidths between `device` and the tier `name`: measured, or a simulated device's from its table."""
+    """Return the bandwidths on which plans count: `_SHARE` of those of tier `name`, measured or simulated."""
     found = prediction()
     rate = math.floor(_SHARE * (measured_bandwidth(name, device) if found is None else found.host_bandwidth))
     return Link(rate, rate)
@@ -44,7 +44,7 @@ def measured_bandwidth(name: str, device: torch.device) -> float:
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> float:
-    """Measure the bytes per second each way of copies to and from `tier` at once. Needs three pieces (12 MiB)."""
+    """Measure the bytes per second of `tier` each way, while copies run both ways. Needs three pieces (12 MiB)."""
     source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
     warm = tier.move_out(source)  # warm-up: the first copy creates threads and streams, and allocates the file
     warm.wait_out()

@@ -46,7 +46,7 @@ _LONGER = 3.0
 
 @contextmanager
 def telling(settings: Settings, model: str) -> Iterator[Progress]:
-    """Yield a progress callback; log measuring of `model` at WARNING, with `verbosity` or `progress=True`, or INFO."""
+    """Yield a progress callback; log measuring as WARNING with `verbosity` or `progress=True`, otherwise as INFO."""
     given, created = settings.progress, time.monotonic()
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
     began: list[float] = []
@@ -91,7 +91,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
     source = blank.renewed()  # not shared with an earlier plan, which may be used again
     device = model.device_of(spec.input)
     if device.type == "cpu":
-        give_way()  # stop our own profiler, so that an active one is the user's
+        give_way()  # stop this project's profiler, so that one that is active is the user's
         if prediction() is None and torch_compat.profiler_enabled():
             _log.warning(
                 "call measure(), or take a step, before a profiler starts: measuring needs PyTorch's profiler, so its "

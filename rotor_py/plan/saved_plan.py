@@ -144,7 +144,7 @@ class PlanCosts:
             raise _bad_field("carried", f"the {len(carried)} carried tensors do not fit a chain of {stages} stages")
         for way in (way for ways in found["ways"] for way in ways):
             if not way.name or way.moved_bytes > way.cost.saved_bytes:
-                raise _bad_field("ways", f"a storage mode needs a name, and moves saved bytes: {reprlib.repr(way)}")
+                raise _bad_field("ways", f"a storage mode needs a name, and offloads saved bytes: {reprlib.repr(way)}")
         if found["backward_order"] not in ORDERS:
             raise _bad_field("backward_order", f"backward_order must be {' or '.join(ORDERS)}")
         around = {name: found.pop(name) for name in _AROUND}

@@ -90,7 +90,7 @@ class StepPlans:
         _log.warning("%s", error, extra=fields_of(error))
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
-        """Event 5: put a plan with a sequence for a forward on `value` in use; `in_flight`: whether others are."""
+        """Event 5: put a plan with a sequence for a step on `value` in use. `in_flight`: whether other forwards are."""
         plan = self.in_use
         if plan is not None and plan.file is not None:
             as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
@@ -163,7 +163,7 @@ class StepPlans:
             each.count_optimizer(cost)
             if each.sequence is None or limit is None:
                 continue
-            # Agreed plans even if this process has room: another may have none, and all have to solve together.
+            # Solve agreed plans again even if this process has room: others may have none, and all solve together.
             if each.agreed is not None or each.budget.peak_bytes(each.sequence) > limit:
                 each.solve_again()
         if plan is None:  # a later plan counts the optimizers when it is made

@@ -162,7 +162,7 @@ class ModelState:
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
     autocast: tuple[torch.dtype | None, ...]  # autocast's dtype on the CPU and on CUDA; None where it is off
-    opened: tuple[str, ...]  # containers of a chain whose layers are stages; one with a hook is a stage itself
+    opened: tuple[str, ...]  # names of a chain's containers whose layers are stages; one with a hook is itself a stage
     # for a captured graph, hooks on all modules of the process; a chain's layers are called, and so are their hooks
     hooks: tuple[int, ...]
     # whether a trained parameter has a gradient already: not part of the kind of step
@@ -237,7 +237,7 @@ class ForwardArguments(NamedTuple):
 
 
 def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
-    """Return a forward's arguments for a sample: a tensor, tuple or dict, or the first batch of a `DataLoader`."""
+    """Return the arguments of a forward on `sample`: a tensor, tuple, dict, or the first batch of a `DataLoader`."""
     if isinstance(sample, ForwardArguments):  # checked before tuples, since it is one
         return sample
     if isinstance(sample, DataLoader):

@@ -115,7 +115,7 @@ _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDiction
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 # Per stage without hooks, where its code finds state outside of its modules.
 _locations: WeakKeyDictionary[nn.Module, list[Location]] = WeakKeyDictionary()
-_told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages already warned of, since they write to others' objects
+_told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages named in a warning: they write to objects of other code
 # Per stage, the indices of the buffers that other stages change, perhaps before its recomputation.
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
@@ -383,7 +383,7 @@ _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
 
 
 def recall_effects(function: Callable[..., Any]) -> GraphEffects:
-    """Return the measured effects of a stage; if never measured, those that its layer types suggest."""
+    """Return how a graph changes a stage's results: as measured, or else as the types of its layers suggest."""
     if not isinstance(function, nn.Module):
         return GraphEffects()
     if function not in _remembered:

@@ -28,9 +28,9 @@ Wrap = Callable[[nn.Module], nn.Module]  # returns the module to run instead of 
 class StageOffers:
     """What a stage offers besides being called. By default, nothing; subclasses override attributes and methods."""
 
-    # Output tensors that later stages read without passing them along the chain: name, and index among the outputs.
+    # Output tensors that later stages read, though those in between do not pass them on: index in the output, by name.
     carried: Mapping[str, int] = MappingProxyType({})
-    # Input tensors passed through to the output, and otherwise unused: output index to input index.
+    # Input tensors that the stage passes on, and does not use otherwise: index in the input, by index in the output.
     handed_on: Mapping[int, int] = MappingProxyType({})
     # Positions, in the stage's input, of the values that it reads and passes on. Stages with equal signatures
     # (`stage_signature`) that differ in these cost the same, but cannot share compiled code.
@@ -53,7 +53,7 @@ class StageOffers:
         """Gather the sharded parameters of modules whose forward began in an earlier stage."""
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
-        """Return a function that runs the stage with `wrap(piece)` for compilable pieces; None if it compiles whole."""
+        """Return a function that runs the stage with `wrap(piece)` for each piece; None if it is compiled whole."""
         return None
 
     def forward_skipping_output(self) -> Run | None:
@@ -74,7 +74,7 @@ class StageOffers:
         return self.ways()
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        """Return a function that runs the stage in a mode of `ways`; `skip_output` only allocates its output."""
+        """Return a function that runs the stage in a mode of `ways`; with `skip_output`, it computes no output."""
         raise InvalidValueError(f"the stage has no storage mode {way!r}", kind="unknown_way", name=way)
 
 

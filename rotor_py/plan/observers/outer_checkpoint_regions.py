@@ -42,7 +42,7 @@ innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
 
 @contextmanager
 def outer_hooks_aside() -> Iterator[None]:
-    """Inside the context, the caller's saved-tensor hooks are off: checkpoint's would run the model while measuring."""
+    """Inside the context, the caller's saved-tensor hooks are off: a checkpoint's would recompute its whole region."""
     with _hooks_aside(lambda pack: True):
         yield
 
