@@ -110,7 +110,7 @@ class Checkpointable(PlannedModel):
         on_oom: "raise" passes on an out-of-memory error of the device in a stage; "replan" repeats the failed work by
             a plan that needs less memory, up to three times for a forward and its backward; results stay the same.
         compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
-            Each kind of stage is compiled once, and measured compiled and uncompiled; the plan uses the better variant
+            Identical stages are compiled once, and measured compiled and uncompiled; the plan uses the better variant
             for the limit. Results are those of compiled training that stores everything.
         step_in_backward: optimizer that steps each parameter in the backward as soon as its gradient is complete, and
             frees the gradient. The training loop and its results are those of plain training; `optimizer.step()` only

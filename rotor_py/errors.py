@@ -100,7 +100,7 @@ class StageChangedError(InvalidStateError):
 
 
 class OffloadError(DescribedError, RuntimeError):
-    """An activation cannot be moved to the offload tier or back: a full disk, for example."""
+    """An activation cannot be copied to the offload tier or back, for example because the disk is full."""
 
     kind = "cannot_offload"
 

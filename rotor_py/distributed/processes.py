@@ -155,7 +155,7 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
     least, most = min(map(len, every)), max(map(len, every))
     if most != least:
         raise InvalidValueError(
-            f"one process has {least} numbers, and another has {most}", kind="processes_differ", least=least, most=most
+            f"one process has {least}, and another has {most}", kind="processes_differ", least=least, most=most
         )
     return [max(each) for each in zip(*every, strict=True)]
 

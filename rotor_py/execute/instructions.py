@@ -144,7 +144,7 @@ def _backward_at(operations: Operations[Operation]) -> dict[int, int]:
 
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
-    """Group consecutive forwards of `plain` stages that may run as one: stored whole, and without a kept input."""
+    """Group consecutive forwards that may run as one: of `plain` stages with storage option 0 and no kept input."""
     found: list[list[Step]] = []
     joins = False
     for step in steps:
@@ -231,7 +231,7 @@ class Runners:
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
-        """Return runners that store stages by `options`, others whole. ValueError if a stage has no such option."""
+        """Return runners with these storage options, 0 for other stages. ValueError if a stage has no such option."""
         if options is self.options:
             return self
         found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)

@@ -102,7 +102,8 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
 
 
 def _not_nested(reason: str, stage: int | None = None) -> InvalidValueError:
-    return InvalidValueError(f"the sequence is not a nesting of regions: {reason}", kind="not_nested", stage=stage)
+    text = f"with fully_shard, recompute nested groups of stages, as sequences of Persistent() do: {reason}"
+    return InvalidValueError(text, kind="not_nested", stage=stage)
 
 
 def _stages(items: tuple[int | Region, ...]) -> list[int]:
@@ -118,8 +119,7 @@ def run(
 ) -> Any:
     """Run a chain forward in the caller's graph, and recompute its regions in the backward.
 
-    `items` come from `regions`; `options` are the storage options of stages not stored whole. All stages share
-    `context`.
+    `items` come from `regions`. `options` has the storage options of stages that store fewer than all saved tensors.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
     stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]

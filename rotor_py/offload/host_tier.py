@@ -164,7 +164,7 @@ class PinnedBuffers:
 
     def __init__(self) -> None:
         self.taken_bytes = 0
-        self.pinned_bytes = 0  # bytes of all buffers, in use or free
+        self.pinned_bytes = 0  # bytes of all buffers, taken or free
         self._asked = self._most_asked = 0  # requested bytes, rounded up: now, and their peak
         self._free: list[PinnedBuffer] = []  # sorted by size
         # Reentrant, since the garbage collector may drop a `MovedToHost` at any time, even inside `take`.

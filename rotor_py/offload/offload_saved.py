@@ -127,7 +127,7 @@ class SavedStorage:
 
     @property
     def only_owner(self) -> bool:
-        """Whether only this object references the storage, which was not modified since it was saved."""
+        """Whether nothing else refers to the storage, and it was not modified since it was saved."""
         memory = self._memory
         if memory is None or memory._version != self._writes:
             return False

@@ -148,7 +148,7 @@ class PlannedModel(Transparent):
             return _plan_for_file(self._planner.solved(), self._planner.model)
 
     def save_plan(self, path: str | Path) -> None:
-        """Write the plan in use to a file, for `Checkpointable(..., plan=path)`. Raises like `plan`, and OSError."""
+        """Write the plan that steps follow to a file, to give as `plan=`. Raises what `plan()` raises, and OSError."""
         self.plan().save(path)
 
     def memory(self) -> PlanMemory:
@@ -161,7 +161,7 @@ class PlannedModel(Transparent):
         return plan_memory(plan.budget.chain, plan.followed, carried)
 
     def report(self) -> Report:
-        """Return a report of the plan in use: to print, to show in a notebook, or to write as a page (`to_html`).
+        """Return a report of the plan that steps follow, to print, to show in a notebook, or to write by `to_html`.
 
         Raises ValueError if there is no plan yet and nothing has been measured: before the first step.
         """
@@ -177,7 +177,7 @@ class PlannedModel(Transparent):
         )
 
     def summary(self) -> str:
-        """Return one line about the plan in use: limit, fixed memory, least limit, planned peak and overhead.
+        """Return one line about the plan that steps follow: limit, fixed memory, least limit, peak and overhead.
 
         Raises ValueError before anything has been measured.
         """

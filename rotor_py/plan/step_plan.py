@@ -50,7 +50,7 @@ class StepPlan:
     # the sequence to continue with, beyond the limit, if a late optimizer leaves no room for any plan
     last_resort: Sequence | None = None
     solved_with: tuple[float | str | None, int] | None = None  # `Settings.solved_with` when the sequence was found
-    found: Sequence | None = None  # the solved sequence; any other one in use was set by the user
+    found: Sequence | None = None  # the sequence that solving found; the user has set `sequence` if it is another
     most_in_flight: int = 1  # the most forwards in flight at once while one of them followed this plan
     in_reverse: int = 0  # number of steps, with as many in flight as planned, whose last forward went backward first
     in_other_order: bool = False  # whether a forward has gone backward while a later one was in flight
@@ -220,7 +220,7 @@ class StepPlan:
             self.source.follow(self.cut)
 
     def summary(self, model: TrainedModel) -> str:
-        """Return one line: limit, fixed memory, least limit, planned peak and overhead."""
+        """Return one line of text: limit, fixed memory, least limit, peak, and more time than storing everything."""
         budget, sequence, stored = self.budget, self.followed, store_all(self.budget.chain)
         plain, planned = budget.makespan(stored), budget.makespan(sequence)
         overhead = planned / plain - 1 if plain else 0.0

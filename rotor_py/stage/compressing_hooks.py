@@ -231,7 +231,7 @@ class Keeping:
         kept.read_by(node)
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Find out what nodes need of their saved tensors, among those behind `tensors`, at the end the outputs."""
+        """Search the nodes behind `tensors` for those that saved undecided storages, and note what these nodes need."""
         undecided = {number for kept in self._waiting() for number in kept.undecided}
         if undecided:
             found = nodes_behind(tensors, undecided)

@@ -46,7 +46,7 @@ class Call:
         return made if self.wanted is None else made.detach()
 
 
-# Called before an operator call, with the numbers of the values that it reads; may bring these into memory.
+# Called before an operator call with the numbers (positions in the graph) of values that it reads, to gather shards.
 Reading = Callable[[Collection[int]], None]
 Around = Callable[[], AbstractContextManager[Reading | None]]  # makes the context around a recomputation
 

@@ -178,8 +178,8 @@ class Keeper:
 
 
 class _Elsewhere(Keeper):
-    """Storage mode of a stage whose saved tensors a plan may offload. The stage runs as if stored whole, and the tape
-    starts the copies (`Moving`), so it costs as much as without this mode, and needs no trial.
+    """Storage mode of a stage whose saved tensors a plan may offload. The stage runs as if it stored them all; the tape
+    copies them (`Moving`). So it costs as much as without this mode, and needs no trial.
     """
 
     name = "elsewhere"

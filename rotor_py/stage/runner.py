@@ -130,7 +130,7 @@ class StageRunner:
         self._offers = offers_of(function) if offers is None else offers
         self._ways = ways
         self._keepers = {keeper.name: keeper for keeper in keepers}
-        self._way: str | None = None  # storage mode of this option; None if stored whole
+        self._way: str | None = None  # storage mode of this option; None for option 0
         self.hands_on = hands_on
         self.function = function
         self.name = name
