@@ -119,7 +119,7 @@ def run(
 ) -> Any:
     """Run a chain forward in the caller's graph, and recompute its regions in the backward.
 
-    `items` come from `regions`. `options` has the storage options of stages that store fewer than all saved tensors.
+    `items` come from `regions`, `options` gives storage options by stage (else 0), and all stages share `context`.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
     stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
