@@ -147,7 +147,7 @@ class Passes:
         self.nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._instructions = instructions
         self._current: Pass | None = None
-        self._used: set[int] = set()  # stages whose backward has run in a pass that did not retain the graph
+        self._used: set[int] = set()  # stages whose node a pass goes through that does not retain the graph
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:

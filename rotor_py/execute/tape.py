@@ -77,8 +77,8 @@ from rotor_solver.offload import Moves
 class Moving:
     """Offload the saved tensors of one forward to `tier`, and fetch them for its backward. `position`: next operation.
 
-    Waits and fetches happen once, in the order of the sequence. A backward in another order is still correct: a tensor
-    that has not been fetched is fetched when it is read.
+    It waits for each copy out, and fetches each tensor, once, in the order of the sequence. A backward in another order
+    is still correct: a tensor that has not been fetched is fetched when it is read.
     """
 
     moves: Moves

@@ -40,7 +40,7 @@ _MOST_CARRIED = 10**6
 _SIGNED = dict.fromkeys(
     ("backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"), (-LARGEST_SIZE, LARGEST_SIZE)
 )
-# Minimum and maximum of numbers, in bytes or seconds, whose range is not from zero to `LARGEST_SIZE`.
+# Minimum and maximum of the fields whose range is not from zero to `LARGEST_SIZE`.
 _RANGES = {"mem_limit": (1, 2**63 - 1), "room": (1, 2**63 - 1), "forwards": (1, 10**4), **_SIGNED}
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -134,7 +134,7 @@ def solve(
     slots: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Sequence:
-    """Find the sequence of `plan` within `limit`, which becomes that of the settings; by default, within theirs."""
+    """Find and set the sequence of `plan` within `limit`, by default that of the settings; it becomes their limit."""
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
@@ -185,7 +185,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     held = tightest.least_bytes()
     least = min(model.with_fresh_gradients(*each, device).least_bytes() for each in budgets)
     if group is not None:
-        # All processes raise, so all call this; all report the numbers of the process with the least spare room.
+        # All processes raise, so all call this; all report the bytes of the process with the least spare room.
         all_of_them = gather_objects((least, held, limit), group, device)
         least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
@@ -197,7 +197,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     )
     if group is None:
         raise tightest.refuse(limit, more) from error
-    # With several processes, the numbers may be those of another process.
+    # With several processes, the bytes in `more` may be those of another process.
     raise InfeasibleError(
         f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage
     ) from error

@@ -37,7 +37,7 @@ _MOST_FORMS = 32
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan for one kind of step. One from a file gets `spec`, and for a captured model `cut`, in its first step."""
+    """The plan for one kind of step. From a file, it has no `spec` before its first step; of a captured model, no `cut`."""
 
     source: Source
     measurement: Measurement
@@ -65,13 +65,13 @@ class StepPlan:
     told_bytes: int = 0  # the largest peak that a warning has named
     steps: int = 0  # number of forwards by this plan that began with no other in flight
     forms: set[tuple[object, ...]] = field(default_factory=set)  # forms of its steps so far (see `note_form`)
-    # the limit that was set when the device ran out of memory, and the reduced limit in bytes
+    # `mem_limit` when the device ran out of memory, and the lower limit, in bytes, that steps keep since then
     reduced: tuple[float | str | None, int] | None = None
     # variants of its stages, if there are several: some, all or none compiled; `cut` is that of one variant
     ways: tuple[MeasuredCut, ...] = ()
     # whether the graph was compiled as a whole for more room than the last solve had
     compiled_for_larger_budget: bool = False
-    # bytes in the budget to undo a stage that runs out of memory; None if stages are never undone
+    # bytes of copies that undo a stage that runs out of memory (`oom_replanning.guarded`); None if none is undone
     guard_bytes: int | None = None
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 

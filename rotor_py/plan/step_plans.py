@@ -38,7 +38,7 @@ class StepPlans:
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
-        # steps that no plan fits: later steps as large are refused without measuring
+        # steps for which no plan fits the limit: later ones that are as large are refused without measuring
         self._refused: list[tuple[StepSpec, InfeasibleError]] = []
         self._grown = 0  # number of plans made for an input that no plan covered
         self.begin_anew()

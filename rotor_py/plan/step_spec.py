@@ -163,7 +163,7 @@ class ModelState:
     devices: tuple[torch.device, ...]
     autocast: tuple[torch.dtype | None, ...]  # autocast's dtype on the CPU and on CUDA; None where it is off
     opened: tuple[str, ...]  # names of a chain's containers whose layers are stages; one with a hook is itself a stage
-    # for a captured graph, hooks on all modules of the process; a chain's layers are called, and so are their hooks
+    # ids of the hooks on all modules of the process, which a capture reads; none for a chain, whose layers call them
     hooks: tuple[int, ...]
     # whether a trained parameter has a gradient already: not part of the kind of step
     has_gradients: bool = field(compare=False)

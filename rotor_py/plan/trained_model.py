@@ -58,7 +58,7 @@ class TrainedModel:
         self.settings = settings
         # whether a step has shown that the caller holds other outputs than the loss
         self.holds_outputs = False
-        # the parameters that are stepped in the backward, and the optimizer's parameters at that time
+        # the optimizer's parameters when `stepped` was last computed, and its result
         self._stepped: tuple[object, SteppedParameters] | None = None
 
     @property

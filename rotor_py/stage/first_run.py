@@ -166,7 +166,7 @@ class Seen:
         self._name = name
         self._modules = modules_of(module)
         self._modes = [each.training for each in self._modules]
-        # of each module: its attributes, and copies of the tables that have entries
+        # of each module: its `__dict__`, and copies of the dicts of children, parameters, buffers and hooks in it
         self._tables: list[tuple[Table, dict[str, Table]]] = [
             (own, {key: dict(table) for key in _TABLES if (table := own.get(key))}) for own in map(vars, self._modules)
         ]

@@ -78,9 +78,9 @@ class Need(Enum):
 
 # Maximum number of nodes to search for a saving node. A guess: with fewer, values are kept where signs would do.
 _MOST_NODES = 256
-# Name prefixes of nodes that read only the shape of their input: max pooling saves indices besides.
+# Beginnings of the names of nodes that read only the shape of their input. Max pooling saves indices, too.
 _SHAPE_ALONE = ("AvgPool", "MaxPool")
-_SEEN = ("cpu", "cuda")  # devices of whose kernels the source was checked
+_SEEN = ("cpu", "cuda")  # devices on which `need_of` holds, by the source of their kernels
 
 
 def last_node() -> int:
@@ -140,7 +140,7 @@ def _origin(tensor: torch.Tensor) -> Node | None:
 
 
 class Waiting(Protocol):
-    """Receiver of the tensors that a run saves."""
+    """Receives the tensors that autograd saves in a run, one after the other."""
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
         """Receive `saved`, which stands for the `number`-th saved `tensor`. Raises if the first run saved another."""

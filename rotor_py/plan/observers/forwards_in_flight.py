@@ -162,7 +162,7 @@ class Forwards:
             squeezed = self._squeezed(budget.chain, rest, working)
             if squeezed is not None:
                 return squeezed
-        if count > max(self._warned, plan.budget.forwards):  # otherwise the planner has warned already
+        if count > max(self._warned, plan.budget.forwards):  # else a warning has said so before, or when it was planned
             self._warned = count
             _log.warning(
                 f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and the plan leaves room, or call "

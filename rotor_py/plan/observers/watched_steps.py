@@ -70,10 +70,10 @@ class WatchedStep:
         self.watch = watch
         self.forwards = 0  # forwards that have returned
         self._model, self._plan, self._sequence, self._limit_bytes = model, plan, plan.sequence, limit_bytes
-        self._gradients = gradients  # gradients that existed when it began
+        self._gradients = gradients  # storages of gradients that existed when the step began
         self._token: weakref.ref[_Alive] | None = None
         self._most, self._one_plan = 1, True
-        self._losses: list[str] = []  # the phases that follow a forward, until a gradient arrives
+        self._losses: list[str] = []  # names of the phases after each forward, up to the first gradient's arrival
         self._backwards, self._done = 0, 0  # number of backwards of forwards that have begun, and that are over
         self._in_first_pass = 0  # number of forwards that go backward in the first pass
         self._outputs_held = False  # whether outputs other than the loss still exist when its backward is over
