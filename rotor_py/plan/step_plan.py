@@ -37,7 +37,7 @@ _MOST_FORMS = 32
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan for one kind of step. From a file, it has no `spec` before its first step; of a captured model, no `cut`."""
+    """The plan for one kind of step. From a file, it has no `spec` before its first step, and of a graph no `cut`."""
 
     source: Source
     measurement: Measurement
