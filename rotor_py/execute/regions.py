@@ -65,7 +65,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     """Return indices of stored stages, and regions, in order. ValueError if the sequence is not memory-persistent."""
     items, rest = _items(list(sequence))
     if rest:
-        raise _not_nested(f"{rest[0]} comes where no region is open")
+        raise _not_nested(f"{rest[0]} comes after the backwards of all stages")
     return items
 
 

@@ -59,7 +59,7 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
         if done == 1 and not stages:  # by now, every stage has run
             stages, about = total, format_seconds(_LONGER * (time.monotonic() - began[0]))
             record = record_fields("measuring", stages=stages)
-            _log.log(level, "measuring %d stages, about %s", stages, about, extra=record)
+            _log.log(level, "measuring %d stages takes about %s", stages, about, extra=record)
         if shown is not None:
             shown(done, total, name)
 

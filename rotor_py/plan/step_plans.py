@@ -201,7 +201,7 @@ class StepPlans:
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             _log.warning(
                 f"call measure() once with the largest input to come: {_MOST_PLANS} plans have been made, each for an "
-                "input larger than those before or of another form, which takes time",
+                "input that is larger than those before, or has other tensors, which takes time",
                 extra=record_fields("many_plans", plans=_MOST_PLANS),
             )
         if plan is not None:

@@ -166,7 +166,7 @@ class TrainedModel:
         if (name := self.settings.offload) is not None:
             kind, other = ("cuda", "file:/path") if name == "host" else ("cpu", "host")
             if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
-                text = f"use offload={other!r}: {name!r} moves memory of {kind} devices, and the model is on {device}"
+                text = f"use offload={other!r}: {name!r} is for tensors of {kind} devices, and the model is on {device}"
                 raise UnsupportedModelError(text, kind="other_device", name="offload")
             budget = replace(budget, link=link_of(name, device), link_name=name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)

@@ -230,7 +230,7 @@ class _Repeating(_Watching):
         decided, before = self.decisions.pop(0) if self.decisions else nothing
         if decided is not func:
             raise InvalidStateError(
-                f"a stage must make the same decisions in every run: {func} makes a new one in the recomputation",
+                f"a stage must call the same operators in every run: {func} was not called here in the forward",
                 kind="rerun_differs",
                 name=str(func),
             )
