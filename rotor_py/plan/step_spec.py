@@ -73,7 +73,7 @@ class TensorSpec:
 
 
 def spec_of(value: Any) -> Any:
-    """Return `value` with a `TensorSpec` instead of every tensor, and containers of other classes as lists of parts."""
+    """Return `value` with a `TensorSpec` instead of every tensor, and other objects as their structure and parts."""
     # A fast path for most inputs, since every step calls this: pytrees take five times as long.
     if isinstance(value, torch.Tensor):
         return TensorSpec.of(value)
@@ -114,7 +114,7 @@ def reaches(planned: Any, value: Any) -> bool:
 
 
 def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
-    """Whether two specs have the same tensors that need gradients, and other values equal, as one graph requires.
+    """Whether the same tensors of two specs need gradients, and other values are equal: then one graph may serve both.
 
     With texts=False, strings may differ, such as each batch's file names: a captured graph shows whether they matter.
     """

@@ -1,4 +1,4 @@
-"""Storage modes, and offers of a stage: other ways to run it, and facts that the executor needs.
+"""Storage modes, and offers of a stage: other ways to run it, and facts that planning and running it need.
 
 A user's layer offers nothing; a captured stage derives from `StageOffers`. All code reads offers through `offers_of`.
 """

@@ -56,7 +56,7 @@ def outer_regions_aside() -> Iterator[bool]:
 
 @contextmanager
 def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
-    """Remove the innermost hooks whose pack functions satisfy `which` inside the context. Yields these functions."""
+    """Inside the context, remove the innermost hooks whose pack functions satisfy `which`. Yields these functions."""
     hooks: list[tuple[_Hook, _Hook]] = []
     # `True`: also hooks that are off during tracing.
     while (found := innermost_hooks(True)) is not None and which(found[0]):
