@@ -1,13 +1,13 @@
-"""Find optimal schedules for training a chain of stages within a memory limit. Pure NumPy and Numba.
+"""Plan a training step of a chain of stages within a memory limit: which tensors to keep, recompute or offload.
 
 Terms of the code and symbols of the paper (Beaumont et al., "Optimal checkpointing for heterogeneous chains", HAL
 hal-02352969):
 
-    activation of stage i        |a_{i+1}|, bytes of its output; input_bytes is |a_0|
+    activation of stage i        |a_{i+1}|, bytes of its output a_{i+1}; input_bytes is |a_0|
     saved                        |ā_{i+1}|, bytes that autograd keeps of stage i, its output included
     forward_time, backward_time  uf_i, ub_i, in seconds; loss_time is ub_L
     forward_temp, backward_temp  of_i, ob_i, scratch bytes; loss_temp is ob_L
-    gradient                     |g_i|, bytes of the gradients of the stage's parameters
+    gradient                     |g_i|, bytes of the gradients of the stage's parameters; δ_i is the gradient of a_i
     ForwardEnable, ForwardCheck, ForwardNograd, Loss, Backward    Fe_i, CF_i, Fn_i, L, B_i
 """
 

@@ -1,4 +1,4 @@
-"""Chains of stages with their costs in seconds and bytes. `Chain` validates every number once."""
+"""Chains of stages with their costs in seconds and bytes. `Chain` checks all costs when it is made."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LONGEST_TIME = 1e100  # Seconds. `Chain` refuses longer times, so that no sum o
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Costs of one storage mode of a stage: a forward with an autograd graph, and its backward. Seconds and bytes.
+    """Costs of one storage mode of a stage (which tensors its autograd graph keeps): of its forward and its backward.
 
-    `saved` is the memory that the backward needs, including the stage's output but not its input. The `_temp` sizes are
-    scratch memory beyond inputs and outputs. `replay_temp` replaces `backward_temp` if the forward ran after the loss,
-    as a recomputation; it defaults to `backward_temp`.
+    Times are seconds, sizes bytes. The graph keeps `saved` bytes from forward to backward, the stage's output included,
+    its input not. `forward_temp` and `backward_temp` are scratch memory beyond these, the input, and the gradients of
+    output and input. `replay_temp` replaces `backward_temp` (its default) if the forward was a recomputation.
 
-    The backward needs `moved` bytes more, which a plan may offload (`rotor_solver.offload`). They are in memory when
-    the forward ends and when the backward begins, and in between unless the plan offloads them.
+    The graph also keeps `moved` bytes, not part of `saved`. They are in memory when the forward ends and when the
+    backward begins, and in between unless the plan offloads them to host memory (`rotor_solver.offload`).
     """
 
     forward_time: float
@@ -36,7 +36,7 @@ class Option:
 
     @property
     def kept(self) -> int:
-        """Bytes in memory when the forward ends and when the backward begins."""
+        """Bytes that the graph keeps when the forward ends and when the backward begins, `moved` included."""
         return self.saved + self.moved
 
     @property
@@ -47,17 +47,17 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: `activation` is the size of its output, `options` are its storage modes with an autograd graph.
+    """Costs of one stage: `activation` is the bytes of its output; each of `options` is for one storage mode.
 
     `nograd_time` and `nograd_temp` are costs of a forward without a graph; they default to those of the first option's
-    forward. `gradient` is the memory that the stage's backward adds until the end of the step: its parameters'
+    forward. `gradient` is the bytes that the stage's backward adds until the end of the step: its parameters'
     gradients. It is negative if the backward frees memory that the backward of a later stage added.
 
-    Once the stage has run with a graph, its backward needs neither `input_released` bytes of its input nor
-    `output_released` bytes of its output. They are freed unless another stage needs them.
+    The stage's backward reads neither `input_released` bytes of its input nor `output_released` bytes of its output.
+    After a forward with a graph, they are freed unless another stage needs them.
 
-    `skipped_output_time` is the part of a forward with a graph that only computes the output's values. A forward right
-    before the stage's own backward skips that part. It must not exceed the time of any forward of the stage.
+    `skipped_output_time` is the seconds of a forward that only the output's values take. If the stage's own backward
+    follows at once, nothing reads the output, and the forward skips it. At most the time of each forward of the stage.
     """
 
     activation: int
@@ -127,7 +127,7 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
         backward_time=checked_seconds(option.backward_time, f"backward_time of {where}"),
         saved=checked_size(option.saved, f"saved of {where}"),
         forward_temp=checked_size(option.forward_temp, f"forward_temp of {where}"),
-        # Negative if the output's gradient and all saved tensors are never in memory at once.
+        # `backward_temp` is negative if the output's gradient and all saved tensors are never in memory at once.
         backward_temp=checked_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
         moved=checked_size(option.moved, f"moved of {where}"),
         replay_temp=None if replay is None else checked_size(replay, f"replay_temp of {where}", least=-incoming),
@@ -161,7 +161,7 @@ class Chain:
     """Stages 0 … L-1 in the order in which they run, and the loss, which counts as stage L.
 
     `input_bytes` is the size of the chain's input. `loss_time` covers the loss's forward and backward. `output_held`
-    is true if the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes (integral
+    tells whether the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes (integral
     floats and NumPy scalars are converted).
 
     Raises ValueError, naming the field and the stage, for an impossible size or time, for a stage without options, and
@@ -188,7 +188,7 @@ class Chain:
             check_type(stage, Stage, f"stage {index}", "pass Stage(activation, (Option(…), …))")
             incoming = stages[-1].activation if stages else self.input_bytes
             stages.append(checked_stage(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
-        left = 0  # Bytes that the backwards so far have added
+        left = 0  # Bytes that the backwards of this stage and later ones add
         for index in range(len(stages) - 1, -1, -1):
             left += stages[index].gradient
             if left < 0:
@@ -220,8 +220,8 @@ class Chain:
 
         `backward_time`, `activation` and `backward_temp` have L+1 entries: activation[i] is the size of stage i's
         input, and the last entries of the other two are the loss's. All other lists have L entries; saved[i] is the
-        memory that stage i keeps for its backward. Raises ValueError if a list has another length, or for values that
-        `Chain` refuses.
+        bytes that stage i keeps for its backward, its output included. Raises ValueError if a list has another length,
+        or for values that `Chain` refuses.
         """
         forward = listed(forward_time, "forward_time")
         length = len(forward)
@@ -271,7 +271,7 @@ class Chain:
 
     @property
     def activation(self) -> tuple[int, ...]:
-        """Sizes of every stage's input, then of the chain's output: L+1 entries."""
+        """Bytes of every stage's input, then of the chain's output: L+1 entries."""
         return (self.input_bytes, *(stage.activation for stage in self.stages))
 
     @property
@@ -301,7 +301,7 @@ class Chain:
 
     @property
     def replay_temp(self) -> tuple[int, ...]:
-        """Scratch bytes of a backward after a recompute, for every stage's first option."""
+        """Scratch bytes of the backward of every stage's first option if its forward was a recomputation."""
         return tuple(option.backward_temp_of_replay for option in self._first_options())
 
     @property
@@ -321,14 +321,15 @@ class Chain:
 
     @property
     def skipped_output_time(self) -> tuple[float, ...]:
-        """Seconds that a forward right before the stage's backward saves by skipping its output."""
+        """Seconds that every stage's forward saves if its own backward follows at once, so that no output is needed."""
         return tuple(stage.skipped_output_time for stage in self.stages)
 
     @property
     def released(self) -> tuple[tuple[int, int], ...]:
-        """For every stage, the bytes of its input that a run with a graph frees: (a_i by itself, a_i inside ā_i).
+        """Bytes of every stage's input a_i that are freed after its forward with a graph, in two cases.
 
-        If the previous stage saved a_i as a part of its ā_i, only bytes that neither stage needs are freed.
+        The first number is for an a_i that is stored by itself. The second is for an a_i that the previous stage saved
+        as a part of its ā_i: then only bytes that neither stage's backward needs are freed.
         """
         found = [(0, 0)] if self.stages else []  # a_0 belongs to the caller
         for before, stage in zip(self.stages, self.stages[1:], strict=False):

@@ -1,4 +1,4 @@
-"""Errors that carry their facts as fields, so that programs need not parse messages; checks of arguments."""
+"""Errors that have their facts as attributes, so that programs need not parse messages, and checks that raise them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Field = int | float | str
 
 
 class DescribedError(Exception):
-    """An error with `kind`, `stage`, `name` and numbers in addition to the message.
+    """An error with the facts of its message as attributes: `kind`, `stage`, `name` and `numbers`.
 
     Args:
-        message: One sentence: "X must be Y, got Z", then the remedy.
-        kind: A stable slug such as "limit_too_small". Defaults to the class's own.
+        message: One sentence, such as "X must be Y, got Z", with a remedy if there is one.
+        kind: An identifier such as "limit_too_small", the same in all releases. Defaults to that of the class.
         stage: Index of the stage at fault, or None.
         name: Name of the argument, option, stage, layer or file at fault, or None.
         numbers: Other facts of the message, as numbers or text. Never a tensor, which the error would keep alive.
@@ -44,15 +44,15 @@ class DescribedError(Exception):
 
 
 class InvalidValueError(DescribedError, ValueError):
-    """An argument, or the content of a file, that cannot be used."""
+    """Raised if an argument, or the content of a file, has an unusable value."""
 
 
 class InvalidTypeError(DescribedError, TypeError):
-    """An argument of the wrong type."""
+    """Raised if an argument has the wrong type."""
 
 
 class InvalidStateError(DescribedError, RuntimeError):
-    """A call that the present state does not allow."""
+    """Raised if a call is impossible in the present state of the model, the process or the machine."""
 
 
 _P = ParamSpec("_P")
@@ -100,7 +100,7 @@ def check_count(value: Any, name: str) -> None:
 
 
 def is_number(value: Any, kind: type = Real) -> bool:
-    """Return whether `value` is a real number, NumPy scalars included. A bool is not."""
+    """Return whether `value` is of the class `kind` of Python's `numbers`; NumPy scalars may be, a bool is not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -111,7 +111,7 @@ def check_type(value: Any, wanted: type, name: str, remedy: str) -> None:
 
 
 def listed(values: Any, name: str) -> list[Any]:
-    """Return the items of `values`. Raises InvalidTypeError unless it is an iterable other than text."""
+    """Return the items of `values` as a list. Raises InvalidTypeError unless it is an iterable, not text or bytes."""
     try:
         found = None if isinstance(values, str | bytes) else list(values)
     except TypeError:
@@ -130,7 +130,7 @@ def _wrong_type(value: Any, wanted: str, name: str, remedy: str) -> InvalidTypeE
 
 
 class InfeasibleError(DescribedError, ValueError, RuntimeError):
-    """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit that works.
+    """Raised if no plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit with a plan.
 
     If a step is refused before it is measured, `min_bytes` is only a lower bound of that limit. Also a RuntimeError,
     like torch's out-of-memory error, so that code that retries with smaller batches catches it. `stage` is the stage

@@ -1,7 +1,7 @@
-"""The whole trade-off between memory and time: computed once, queried as a step function, drawn.
+"""The fastest sequence at every memory limit: computed once, read as a step function, and drawn.
 
-One table of the persistent program covers all limits up to its own. For small limits its slots are too coarse, so
-further tables cover a quarter of the memory, a sixteenth, and so on. Drawing imports matplotlib when called.
+One table of the dynamic program (`Persistent`) has the times for all limits up to its own. For small limits its slots
+are too coarse, so further tables cover a quarter of the memory, a sixteenth, and so on.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from rotor_solver.watching import watcher
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """A step function: sequences[k] fits in limits[k] bytes, a_0 counted, and takes makespans[k] seconds.
+    """A step function: sequences[k] fits in limits[k] bytes, the chain's input included, in makespans[k] seconds.
 
-    Limits increase, makespans never do. No persistent sequence within limits[k] bytes takes less than lower_bounds[k]
-    seconds. `stored` is the makespan of storing everything.
+    Limits increase, makespans never increase. No memory-persistent sequence (`Persistent`) within limits[k] bytes takes
+    less than lower_bounds[k] seconds. `stored` is the seconds of storing everything.
     """
 
     limits: tuple[int, ...]
@@ -57,7 +57,7 @@ class Frontier:
 
     @property
     def gap(self) -> float:
-        """The largest makespan / lower bound - 1 over all limits: 0.01 is one percent."""
+        """Upper bound of the share by which any sequence is slower than the best at its limit: 0.01 is one percent."""
         pairs = zip(self.makespans, self.lower_bounds, strict=True)
         return max((made / least - 1 for made, least in pairs if least), default=0.0)
 
@@ -86,7 +86,7 @@ class Frontier:
         raise InvalidValueError(message, kind="overhead_too_low", name="overhead", got=overhead)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the overhead (time beyond storing everything) at every limit, into a file (.svg, .png, .pdf).
+        """Draw the overhead (share of extra time over storing everything) by limit into a file (.svg, .png, .pdf).
 
         Raises ImportError if matplotlib is missing, and ValueError for a file format that matplotlib does not know.
         """
@@ -104,11 +104,11 @@ class Frontier:
 
 @within_memory
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
-    """Compute the fastest sequence at every limit, from the least limit that works to storing everything.
+    """Find the fastest sequence at every limit, from the least limit that any sequence fits to storing everything.
 
-    With `limits` in bytes, computes these only, without limits too small for any plan. The whole range of memory is
-    divided into at least `slots`, which also bounds the number of steps. Raises ValueError if a limit is not a number
-    of bytes, or if `slots` < 1.
+    With `limits` in bytes, plans for these only, and leaves out those that no sequence fits. Memory is divided into
+    about `slots`; without `limits`, hardly more limits than that are tried. Raises ValueError if a limit is not a
+    number of bytes, or if `slots` < 1.
     """
     check_chain(chain)
     check_count(slots, "slots")
@@ -155,7 +155,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
         else:
             room = limit - chain.input_bytes
             sequence, more = _table_for(tables, room).sequence(room, seconds - problem.stored)
-            # Otherwise the plan for the previous limit is still the fastest.
+            # If the table has no faster plan, the one for the previous limit also serves this limit.
             if sequence is not None:
                 best, seconds = sequence, problem.stored + more
         found.append((limit, best))
@@ -185,28 +185,28 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
 
 
 def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
-    """Return the least limit, in bytes, at which a step takes at most 1 + `overhead` times as long as storing all.
+    """Return the least limit in bytes at which a step takes at most 1 + `overhead` times as long as storing everything.
 
     Raises ValueError if `overhead` < 0 or `slots` < 1.
     """
     return frontier(chain, slots=slots).limit_for(overhead)
 
 
-_FEW = 40  # Slots of a frontier over groups of stages: few, as each sequence has tens of thousands of operations
+_FEW = 40  # Number of slots for groups of stages: few, as each of their sequences has tens of thousands of operations
 _Step = tuple[int, Sequence]  # A limit in bytes, and a sequence within it
-_FAR = 0.02  # A limit gets its own solve above this makespan / bound - 1. Not measured; too high leaves slower plans.
-_SINGLE = 40  # Most limits with their own solve. Not measured; too many cost solve time.
-# Most (limits with their own solve) x (pairs of slots that all tables visit). Not measured; too high costs solve time.
+_FAR = 0.02  # A limit whose plan may be slower than the best by a larger share is solved by itself. Not measured.
+_SINGLE = 40  # Upper bound of the number of limits that are solved by themselves. Not measured; too many cost time.
+# Upper bound of their number times the pairs of slots that all tables visit. Not measured; too high costs solve time.
 _PAIRS = 5e5
-# Effort of each table of a frontier, which are all in memory at once: 256 MiB and a second. With `THOROUGH` tables,
+# Each table of a frontier takes up to 256 MiB, as all are in memory at once, and a second. With `THOROUGH` tables,
 # chains of 400 stages took up to 8 GiB and three minutes.
 _EACH = Effort(close=0.01, pairs=2e9, numbers=2**25)
-# Rows of a table, relative to a solve's first table, which finer ones follow. Not measured; too high costs solve time.
+# Factor of rows, compared with the first table of a solve, which also has finer ones. Not measured; more cost time.
 _CLOSER = 4
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
-    """Fill tables for all of `room`, a quarter of it (not measured), and so on while plans fit; smallest first."""
+    """Return filled tables for `room`, a quarter of it (not measured), and so on while plans fit, smallest first."""
     tables = []
     while True:
         unit, exact = next(units(problem.costs, room, slots, divisor))
@@ -228,7 +228,7 @@ def _table_for(tables: list[Table], room: int) -> Table:
 
 
 def _steps(tables: list[Table], most: int) -> list[int]:
-    """Return the limits at which the bound changes; every n-th of them if there are more than `most`."""
+    """Return the limits, in bytes, at which the tables' lower bound falls; of more than `most`, only every n-th."""
     changes, known, below = [], tables[0].problem.chain.input_bytes, 0
     for table in tables:
         rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
@@ -240,7 +240,7 @@ def _steps(tables: list[Table], most: int) -> list[int]:
 
 
 def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
-    """Return the Pareto front of the sequences in memory and time, at their exact peaks."""
+    """Return (peak bytes, sequence) of each sequence that is faster than all those with a lower peak."""
     kept: list[_Step] = []
     fastest = math.inf
     costs = [(simulate(chain, sequence), sequence) for sequence in sequences]
@@ -254,7 +254,7 @@ def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
 def _closer(
     chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
 ) -> list[_Step]:
-    """Solve up to `most` limits just below steps far from the bound; store their bounds in `proven`, by limit."""
+    """Improve `steps`: solve up to `most` limits just below steps far from the bound; add new bounds to `proven`."""
     for _ in range(most):
         far = [
             (simulate(chain, slower).makespan / max(bound(limit - 1), math.ulp(0.0)), limit - 1)
@@ -290,7 +290,7 @@ def draw(
     points: Iterable[tuple[str, int, float]] = (),
     title: str = "",
 ) -> None:
-    """Draw the step function of `overheads` by `limits` in bytes as an image; `points` are (name, bytes, overhead)."""
+    """Draw `overheads` by `limits` in bytes, as steps. `points` are other plans: (name, limit in bytes, overhead)."""
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter

@@ -1,12 +1,12 @@
 """Compile the solver's kernels, and choose between compiled kernels and plain Python, with bit-identical results.
 
-Compiling takes many seconds, once on a machine; plain Python plans twenty stages in less. Work runs in plain Python
-until its total reaches the time of compiling, so at most twice the time is spent (the rent-or-buy problem). The
-decision uses estimated seconds, not clocks, so that every run decides alike.
+Compiling takes 10 to 20 seconds, once on a machine; plain Python plans twenty stages in less. Work runs in plain Python
+until its total reaches `_COMPILING` seconds: so much work makes enough further work likely for compiling to pay (as in
+the rent-or-buy problem). The decision uses estimated seconds, not clocks, so that every run decides alike.
 
-Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache notices changes only of a
-kernel's own file, so a kernel uses only kernels and constants of its own file. Call a kernel with the same types
-everywhere: processes that compile different versions of one kernel at once can mix them up (numba issue 10128).
+Import kernel files through `kernels_for` only: any other import loads Numba, which takes time. Numba's disk cache
+notices changes only of a kernel's own file, so a kernel uses only kernels and constants of its own file. Call a kernel
+with the same types everywhere: processes that compile versions of it at once can mix them up (numba issue 10128).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _plain: ContextVar[bool] = ContextVar("rotor_solver.plain", default=False)
 
 
 def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Compile a kernel on its first call, and cache it on disk; `plain` is a faster twin for plain Python.
+    """Decorate a kernel to be compiled at its first call, and cached on disk. In plain Python, `plain` replaces it.
 
     No `fastmath`: lower bounds are certified up to rounding errors, so sums must not be rearranged. Kernels release the
     GIL, and run on one core: Numba's threads would change the number of threads that PyTorch sums with.
@@ -58,8 +58,8 @@ PREPARING = "(preparing the solver, once on this machine)"  # Progress text whil
 
 # Seconds of work in plain Python before Numba is imported. Not measured; a wrong value wastes about as many seconds.
 _IMPORTING = 0.3
-# Seconds of work in plain Python before kernels are compiled. Compiling takes longer, 10 to 20 seconds, but so much
-# work makes more work likely. Not measured; a wrong value wastes seconds, once on a machine.
+# Seconds of work in plain Python before kernels are compiled. Not measured; a wrong value wastes seconds, once on a
+# machine.
 _COMPILING = 4.0
 
 
@@ -69,7 +69,7 @@ class _Pace:
 
 
 def kernels_for(name: str, seconds: float, *arrays: Any) -> tuple[Any, list[Any]]:
-    """Return the kernel file `name` for work of `seconds` in plain Python, compiled or plain, and its `arrays`."""
+    """Return the kernels of a file, compiled if that pays for `seconds` of plain Python, and the `arrays` they read."""
     if compiling_pays(name, seconds):
         return import_module(name), list(arrays)
     return plain_python(name), [_listed(each) for each in arrays]

@@ -1,4 +1,4 @@
-"""A chain as arrays, the least memory of all its intervals, and the translation of choices to operations.
+"""A chain's costs as arrays, the least memory of its intervals of stages, and the operations that choices mean.
 
 `persistent.interval_kernels` defines the states of intervals and the codes of choices.
 """
@@ -20,12 +20,12 @@ Floats = NDArray[np.float64]
 
 
 class Costs(NamedTuple):
-    """Costs of a chain in bytes and seconds, and the terms of the recurrence's memory conditions.
+    """Costs of a chain in bytes and seconds, and the terms of the memory conditions of `recurrence.optimum`.
 
     With G(i) the gradients of stages i … L-1, and held = |a_L| if the caller keeps the output, else 0:
 
-        base_l          = |a_{l+1}| + G(l+1) + held for l < L; 0 for l = L
-        check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1
+        base_l          = |a_{l+1}| + G(l+1) + held for l < L: in memory while [i, l] runs; 0 for l = L
+        check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1: from a_i to a_j
         backward_need_k = the memory during B_i, without a_i and everything before it, or after B_i if that is
                           more. Row 0 is for l = L: ā was saved before the loss, and a_L of the last stage is still
                           inside it. Row 1 is for l < L: ā was recomputed after the loss.
@@ -45,7 +45,7 @@ class Costs(NamedTuple):
     split_floor: Floats
     check_need: Ints  # [L+1, L+1] bytes, by (i, j)
     base: Ints  # [L+1] bytes, by l
-    first: Ints  # [L+1] the first option of every stage, among all options
+    first: Ints  # [L+1] index of every stage's first option among the options of all stages
     extra: Floats  # [options] seconds
     taken: Ints  # [2, options] bytes, by the state of a_i
     forward_need: Ints  # [options] bytes: saved, and the scratch of the forward
@@ -82,7 +82,7 @@ def costs_of(chain: Chain) -> Costs:
         base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
         first=first,
         extra=seconds - np.minimum.reduceat(seconds, first[:-1])[stage_of] if length else seconds,
-        taken=saved - np.take(released, stage_of, axis=1),  # not by indexing: its layout needs other kernels
+        taken=saved - np.take(released, stage_of, axis=1),  # indexing gives a layout that needs other Numba kernels
         forward_need=saved + np.array([option.forward_temp for option in options], np.int64),
         backward_need=np.maximum(during, left[stage_of] + held).astype(np.int64),
         released=released,
@@ -125,7 +125,7 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
     return -(i + 1 + int(fits.argmax()))
 
 
-# Returns the choice for the interval [i, l] in a state of a_i, given (state, i, l).
+# A function of (state, i, l) that returns the choice for the interval [i, l] with a_i in this state
 Choose = Callable[[int, int, int], int]
 
 

@@ -1,4 +1,4 @@
-"""Memory after every operation, by owner, and the memory that a plan keeps for the backward at the loss.
+"""Memory after every operation, by what it is for, and the bytes that a plan keeps when the loss begins.
 
 Both come from stepping through the simulator's `Machine`.
 """
@@ -28,8 +28,8 @@ class Moment:
     """One operation: its begin and duration in seconds, and the bytes in memory after it.
 
     `inputs[i]` are the bytes of an a_i stored by itself; `attached[i]` are the bytes of the ā_i that stage i - 1 keeps
-    for its backward. `output` is the size of the chain's output once only the caller holds it. `gradients` is the size
-    of δ and the parameter gradients so far. These parts add up to `after`. `during` is the operation's peak.
+    for its backward. `output` is the bytes of the chain's output if only the caller holds it, else 0. `gradients` is
+    those of the present gradients, δ_i and of parameters. The sum is `after`; `during` is the operation's peak.
     """
 
     operation: Operation
@@ -93,9 +93,9 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """One stage's output and the memory that its backward needs, when the loss runs.
+    """Bytes of one stage's output and of what its backward needs, in memory when the loss begins.
 
-    `kept_bytes` are in memory with the plan. `not_kept_bytes` would also be in memory in plain training.
+    The plan keeps `kept_bytes`; plain training would keep `not_kept_bytes` more.
     """
 
     name: str
@@ -105,7 +105,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanMemory:
-    """The memory when the loss runs, before the first backward, and the savings of a plan.
+    """Bytes that a plan keeps when the loss begins, before the first backward, and those that it saves.
 
     `input_bytes` is the size of the chain's input, `beside_bytes` the size of tensors that bypass the chain (an
     encoder's output, a skip connection). Both are in memory with every plan, so the sums leave them out.
@@ -131,7 +131,7 @@ class PlanMemory:
 
 
 def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> PlanMemory:
-    """Compare the memory of `sequence` with storing everything. Raises ValueError if `sequence` is not valid."""
+    """Return what `sequence` and plain training keep at the loss. Raises ValueError if `sequence` is not valid."""
     kept, plain = _kept(chain, sequence), _kept(chain, store_all(chain))
     stages = tuple(
         StageMemory(stage.name, planned, max(0, stored - planned))
@@ -141,7 +141,7 @@ def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> Plan
 
 
 def _kept(chain: Chain, sequence: Sequence) -> list[int]:
-    """Return for every stage the bytes of its output and its ā when the loss begins."""
+    """Return, for every stage, the bytes of its output and of what it saved for its backward, when the loss begins."""
     found, loss = moments(chain, sequence), sequence.index(Loss())
     before = found[loss - 1]  # the last operation before the loss; the loss itself if there are no stages
     return [before.inputs.get(i + 1, 0) + before.attached.get(i + 1, 0) for i in range(len(chain))]

@@ -1,4 +1,4 @@
-"""Operations of a training step, sequences of them, and the offloading moves of a sequence.
+"""Operations of a training step, sequences of them, and the copies by which a sequence offloads (`Moves`).
 
 The notation follows Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A sequence
 is written `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
@@ -18,7 +18,7 @@ from rotor_solver.described_error import InvalidValueError, check_count, check_t
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnable:
-    """Run stage `stage` forward by option `option`, and keep everything that its backward needs."""
+    """Run stage `stage` forward with a graph, in storage mode `option`, and keep everything that its backward needs."""
 
     stage: int
     option: int = 0
@@ -70,7 +70,7 @@ Operation = ForwardEnable | ForwardCheck | ForwardNograd | Loss | Backward
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Waits and copies that precede each operation of a sequence. # Note [Moves]
+    """For each operation of a sequence, the copies to host memory to await, and those back to begin. # Note [Moves]
 
     1. A stage moves (is offloaded) if it is in `fetch`. Its forward before the loss must use an option with `moved`
        bytes, and the copy out begins as soon as that forward ends. A stage that is not in `fetch` keeps these bytes in
@@ -80,10 +80,10 @@ class Moves:
     3. `wait_out[position]` are the stages whose copy out must be over before the operation begins. Every stage that
        moves is listed once, no later than at the first operation after the loss. So all copies out are over then.
     4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after its
-       waits; always after the loss. The bytes count from here on, even while earlier copies delay their own copy.
+       waits; always after the loss. Its bytes are in memory from here on, even if the copy has to wait for others.
     5. The backward of a stage waits for its copy back.
 
-    So the peak depends only on the positions of waits and fetches; the speed of the link only changes the time.
+    So the peak memory depends only on the positions of waits and fetches; the speed of copies changes only the time.
     """
 
     wait_out: tuple[tuple[int, ...], ...]
@@ -91,12 +91,12 @@ class Moves:
 
     @classmethod
     def none(cls, operations: int) -> Moves:
-        """Return the moves of a sequence of `operations` operations without offloading."""
+        """Return the empty moves of a sequence of `operations` operations that offloads nothing."""
         return cls(((),) * operations, ((),) * operations)
 
     @property
     def stages(self) -> frozenset[int]:
-        """The stages that move (Rule 1)."""
+        """The stages that are offloaded (Rule 1)."""
         return frozenset(stage for stages in self.fetch for stage in stages)
 
 
@@ -107,10 +107,10 @@ _TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+
 class Sequence(collections.abc.Sequence[Operation]):
     """An immutable list of operations. Two are equal if their operations, `beside` and `moves` are.
 
-    `algorithm` names the algorithm that found the sequence. `lower_bound`, in seconds, is certified: no
-    memory-persistent sequence within the same limit is faster. None if unknown. `moves` lists the offloading copies;
-    None without any. `beside` holds the sequences of further forwards in flight, in order; empty if all use this one.
-    With several forwards, `lower_bound` is an equal share of their bound. Raises ValueError if an item is no operation.
+    `algorithm` names the algorithm that found the sequence. No sequence that drops checkpoints only at the backward
+    that uses them is faster within the same limit than `lower_bound` seconds; None if unknown. `moves` has the copies
+    of offloading; None without any. `beside` has the sequences of further forwards in flight, in order; empty if all
+    use this one. Then `lower_bound` is an equal share of their bound. Raises ValueError if an item is no operation.
     """
 
     operations: tuple[Operation, ...]
@@ -149,7 +149,7 @@ class Sequence(collections.abc.Sequence[Operation]):
         return cls(_operation(position, token) for position, token in enumerate(tokens))
 
     def of_forwards(self, forwards: int) -> tuple[Sequence, ...]:
-        """Return one sequence for each of `forwards` forwards in flight; further ones repeat the last known."""
+        """Return one sequence for each of `forwards` forwards in flight: this one, then `beside`, the last repeated."""
         check_count(forwards, "forwards")
         known = (self, *self.beside)[:forwards]
         return (*known, *(known[-1:] * (forwards - len(known))))

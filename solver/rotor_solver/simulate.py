@@ -16,7 +16,7 @@ from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, Forward
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Makespan in seconds; peak, and memory during and after every operation, in bytes, chain input a_0 included."""
+    """Seconds of a step (`makespan`), its peak, and the bytes during and after each operation; the input counts."""
 
     makespan: float
     peak: int
@@ -25,7 +25,7 @@ class Simulation:
 
 
 def simulate(chain: Chain, sequence: Sequence) -> Simulation:
-    """Run `sequence` on `chain`.
+    """Return the time and memory that `sequence` takes on `chain`.
 
     Raises ValueError, naming the operation, if an operation uses something that is not in memory, or if the sequence
     does not compute the gradient of the input, δ_0.
@@ -42,7 +42,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 
 def skipped_outputs(sequence: Sequence) -> frozenset[int]:
-    """Return the positions of forwards whose output no operation reads: right before the stage's own backward."""
+    """Return the positions of forwards right before the stage's own backward: nothing reads their output."""
     operations = listed(sequence, "sequence")
     return frozenset(
         position
@@ -55,12 +55,12 @@ def skipped_outputs(sequence: Sequence) -> frozenset[int]:
 class _Attached:
     option: Option
     replayed: bool
-    freed: int = 0  # Bytes of the a_i inside this ā_i that were freed before its backward
-    away: bool = False  # Whether the option's `moved` bytes are offloaded
+    freed: int = 0  # Bytes of the a_i inside this ā_i that were freed before the backward of stage i - 1
+    away: bool = False  # Whether the option's `moved` bytes are in host memory now
 
 
 class Machine:
-    """Contents of memory while `sequence` runs, and their size `held` in bytes. `loss_done`: the loss has run."""
+    """Memory while `sequence` runs: its contents, `held` bytes in all. `loss_done`: whether the loss has run."""
 
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
         check_chain(chain)
@@ -72,9 +72,9 @@ class Machine:
         self.plain: dict[int, int] = {}  # Bytes of every a_i that is stored by itself, not inside an ā_i
         self.attached: dict[int, _Attached] = {}
         self.deltas: set[int] = set()
-        # Holds the first a_L: "none" before it is computed, "plain" (a_L), "attached" (ā_L), at last "caller".
+        # What holds the first a_L: "none" yet, then "plain" (by itself) or "attached" (inside ā_L), at last "caller".
         self.output = "none"
-        # By stage, the position of its last forward. From then on, only the stage's backward reads its input.
+        # By stage, the position of its last forward. From then on, only the stage's backward reads the stage's input.
         self.last_forward = {
             each.stage: position
             for position, each in enumerate(sequence)
@@ -83,7 +83,7 @@ class Machine:
         self._add_plain(0)
 
     def run(self, position: int) -> int:
-        """Run one operation; return the peak in bytes while it runs.
+        """Run the operation at `position`; return the most bytes in memory while it runs.
 
         Raises ValueError, naming the operation, if it uses something that is not in memory.
         """

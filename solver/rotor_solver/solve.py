@@ -1,4 +1,4 @@
-"""Find a sequence for a chain by any algorithm, selected by name."""
+"""Find the sequence of operations for a training step of a chain, by an algorithm that is selected by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rotor_solver.sequence import Sequence
 
 
 class Algorithm(Protocol):
-    """An algorithm that finds a sequence within a limit."""
+    """Interface of the algorithms that find a sequence of operations within a memory limit."""
 
     @property
     def name(self) -> str:
         """Name of the algorithm in `Sequence.algorithm` and reports."""
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return a sequence whose simulated peak is at most `mem_limit` bytes, a_0 counted.
+        """Return a sequence whose simulated peak is at most `mem_limit` bytes, the chain's input included.
 
         Raises InfeasibleError if the algorithm has no such sequence.
         """
@@ -41,20 +41,20 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "store-all": lambda slots: StoreAll(),
     "recompute-all": lambda slots: RecomputeAll(),
 }
-"""All algorithms by name, as functions of the number of slots into which memory is divided."""
+"""By name of an algorithm, the function that makes it, given the number of slots into which it divides memory."""
 
 
 @within_memory
 def solve(
     chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500, work: float = WORK
 ) -> Sequence:
-    """Find a sequence for `chain` within `mem_limit` bytes, a_0 counted.
+    """Return the fastest sequence that `algorithm` finds for `chain` in `mem_limit` bytes, the chain's input included.
 
-    `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. Algorithms that divide memory
-    into slots use at least `slots`; `work` is passed to `Persistent`. Raises InfeasibleError if nothing fits; its
-    `min_bytes` is the least limit at which the algorithm works. Raises ValueError if the limit is not a number of
-    bytes, if the algorithm is unknown or cannot take the chain, or if `slots` < 1 or `work` < 0. Raises
-    InvalidTypeError if `chain` is not a `Chain`, or `algorithm` neither a name nor an `Algorithm`.
+    `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. The dynamic programs divide
+    memory into about `slots`; `work` bounds the time of "persistent" (see `Persistent`). Raises InfeasibleError if
+    no sequence fits; its `min_bytes` is the least limit at which the algorithm has one. Raises ValueError if the limit
+    is not a number of bytes, if the algorithm is unknown, if its table is too large, or if `slots` < 1 or `work` < 0.
+    Raises InvalidTypeError if `chain` is not a `Chain`, or `algorithm` neither a name nor an `Algorithm`.
     """
     check_chain(chain)
     limit = bytes_of_limit(mem_limit)

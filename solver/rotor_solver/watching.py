@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Progress = Callable[[int, int, str], None]
-"""Called with the amount done, the total amount, and a description of the work."""
+"""Called with the amount of work done, the total amount (0 if unknown), and a description of the work."""
 
 _watching: ContextVar[Progress | None] = ContextVar("rotor_solver.watching", default=None)
 
 
 @contextmanager
 def watched(progress: Progress) -> Iterator[None]:
-    """Call `progress(done, total, what)` now and then during solves in this block and thread.
+    """Inside this context and thread, solvers call `progress(done, total, what)` from time to time.
 
-    `done` and `total` count estimated pairs of slots while a table is filled, and limits for a frontier.
+    `done` and `total` count steps of filling a table, limits of a frontier, or parts of a pipeline, as `what` says.
     """
     token = _watching.set(progress)
     try:
