@@ -1,4 +1,4 @@
-"""Input-storing strategies of the literature, for comparison: Revolve, heterogeneous Revolve, periodic checkpoints.
+"""Strategies of the literature, for comparison: Revolve, Revolve for unequal stages, and periodic checkpoints.
 
 Plain Python and NumPy: 300 stages take a second. Each stage runs by its fastest option. An interval [i, stop) has the
 stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
@@ -21,18 +21,18 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 _NOTHING = -(2**60)  # Bytes that an empty interval needs: less than any other need, even after adding a size
-# Most numbers in a table (1 GiB); a larger table gets coarser slots. Not measured; too low makes schedules slower.
+# Upper bound of a table's 8-byte numbers (1 GiB), else slots get coarser. Not measured; too low slows schedules.
 _LARGEST_TABLE = 2**27
 
 
 @dataclass(frozen=True, slots=True)
 class Revolve:
-    """Binomial checkpointing with `snapshots` stored inputs, or with the fastest number of them that fits.
+    """Binomial checkpointing with `snapshots` stored inputs at a time; None takes the fastest number that fits.
 
-    Griewank & Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software 26 (2000): optimal for
-    identical stages. A snapshot is a stored input; a_0 is one of them. The last forward of every stage has a graph, and
-    is immediately before its backward or the loss; if no snapshot is free, its input is in memory in addition. Raises
-    ValueError if `snapshots` < 1.
+    Griewank & Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software 26 (2000): fewest forwards
+    for identical stages. A snapshot is a stage's stored input; a_0 is one of them. The last forward of every stage has
+    a graph, and is immediately before its backward or the loss; if no snapshot is free, its input is in memory in
+    addition. Raises ValueError if `snapshots` < 1.
     """
 
     snapshots: int | None = None
@@ -44,12 +44,12 @@ class Revolve:
             check_count(self.snapshots, "snapshots")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted. Raises InfeasibleError otherwise.
+        """Return the fastest schedule within `mem_limit` bytes, a_0 counted. Raises InfeasibleError if none fits.
 
-        Tries all numbers of snapshots: if stages differ, fewer snapshots may need more memory.
+        Without `snapshots`, tries all numbers of them: if stages differ, fewer may need more memory.
         """
         check_chain(chain)
-        most = max(1, len(chain) - 1)  # snapshots with which every input is stored
+        most = max(1, len(chain) - 1)  # with so many snapshots, every stage's input is stored
         tried = range(1, most + 1) if self.snapshots is None else [min(self.snapshots, most)]
         schedules = [_input_sequence(chain, _revolve(len(chain), count), self.name) for count in tried]
         return _fastest_fitting(chain, mem_limit, schedules)
@@ -81,7 +81,7 @@ def _advance(steps: int, snapshots: int) -> int:
 
 
 def _revolve(length: int, snapshots: int) -> dict[tuple[int, int], int]:
-    """Return the checkpoint of every interval [i, l] that has one."""
+    """Return, by (i, l), the stage j whose input is the checkpoint that splits the interval [i, l]."""
     checkpoints = {}
     pending = [(0, length + 1, snapshots)]
     while pending:
@@ -96,10 +96,10 @@ def _revolve(length: int, snapshots: int) -> dict[tuple[int, int], int]:
 
 @dataclass(frozen=True, slots=True)
 class Periodic:
-    """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
+    """Checkpoints are the inputs of stages 0, n, 2n, … for n = `every`, but at most `max_checkpoints` of them.
 
-    The forward keeps only the first input of every segment; the last segment is stored as it runs. `every` defaults to
-    the fastest distance that fits. Raises ValueError if `every` or `max_checkpoints` < 1.
+    From one to the next is a segment. Of each, the forward keeps only the checkpoint; the last is stored whole. `every`
+    defaults to the fastest distance that fits. Raises ValueError if `every` or `max_checkpoints` < 1.
     """
 
     every: int | None = None
@@ -113,7 +113,7 @@ class Periodic:
                 check_count(getattr(self, name), name)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the fastest schedule that fits, a_0 counted. Raises InfeasibleError, with the least limit."""
+        """Return the fastest schedule within `mem_limit` bytes, a_0 counted. Raises InfeasibleError if none fits."""
         check_chain(chain)
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
@@ -125,7 +125,7 @@ class Periodic:
 class Sqrt:
     """k = round(√L) segments of ⌊L/k⌋ or ⌈L/k⌉ stages: O(√L) memory for identical stages.
 
-    Chen et al. 2016, arXiv:1604.06174. Segment p begins at ⌊p L / k⌋; √L is never halfway between whole numbers.
+    Chen et al. 2016, arXiv:1604.06174. Segment p begins at stage ⌊p L / k⌋, for p = 0 … k-1.
     """
 
     name = "sqrt"
@@ -150,13 +150,13 @@ def _fastest_fitting(chain: Chain, mem_limit: int, schedules: list[Sequence]) ->
 
 @dataclass(frozen=True, slots=True)
 class GriewankHeterogeneous:
-    """The best schedule that stores only inputs, for stages of different sizes and times: a heterogeneous Revolve.
+    """The fastest schedule that stores only stages' inputs: a Revolve for stages of different sizes and times.
 
     Beaumont et al. (HAL hal-02352969) compare with it. No ā is kept: a stage runs with a graph immediately before its
     own backward, or before the loss. With `attached`, every checkpoint a_j is kept together with ā_{j+1}, so that Fe_j
     runs in the forward; only a_0 and a_L are kept by themselves.
 
-    Memory is divided into `slots`, or fewer if these are exact. Raises ValueError if `slots` < 1.
+    Memory is divided into `slots`, or into fewer if all sizes are multiples of one. Raises ValueError if `slots` < 1.
     """
 
     slots: int = 500
@@ -196,7 +196,7 @@ class GriewankHeterogeneous:
 
 
 class _Heterogeneous:
-    """Recurrence over intervals. Opt(i, stop, m) is the least time beyond the forwards that every schedule runs once.
+    """Recurrence over intervals: Opt(i, stop, m) are the least seconds, in m bytes, beyond those of storing all.
 
         Opt(L, L+1, m) = 0                                                if m ≥ loss_need
         Opt(i, stop, m) = the least of
@@ -256,7 +256,7 @@ class _Heterogeneous:
             unit *= 2
         self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
         self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
-        # Operations may free memory beyond the last slot, so that intervals that need more than this slot have a time.
+        # As operations may free more than they keep, an interval may have more bytes than the last slot stands for.
         self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
         self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
         for row in self.rows:
@@ -356,7 +356,7 @@ def _intervals(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _may_enable(length: int, attached: bool, i: int, stop: int) -> bool:
-    """Return whether [i, stop) may begin with Fe_i: if `attached`, or if at most the loss precedes B_i."""
+    """Return whether [i, stop) may begin with Fe_i: if `attached`, or if at most the loss runs between Fe_i and B_i."""
     return attached or stop == i + 1 or (i == length - 1 and stop == length + 1)
 
 

@@ -35,20 +35,20 @@ from rotor_solver.segments import store_all
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
 
-# Most bytes of the first table. Not measured; too low refuses solvable chains.
+# Upper bound of the first table's bytes. Not measured; too low refuses chains that can be solved.
 _LARGEST_TABLE = 2**31
-# Slots are refined until makespan / bound - 1 is this small. Not measured; higher values accept slower sequences.
+# Slots are refined while the sequence may be slower than the best by a larger share. Not measured.
 _CLOSE = 0.004
 # Slots are not refined if the next table would visit more pairs of slots. Not measured; too high costs solve time.
 _FINER_CHOICES = 1e9
-_FINER_TABLE = 2**29  # Slots are not refined if the next table would have more bytes. Not measured; too high: memory.
-# Each `blend` (weight between slots, see `_Problem._read`) gives one sequence. Not measured; each costs one descent.
+_FINER_TABLE = 2**29  # Slots are not refined if the next table would have more bytes. Not measured.
+# With each weight between two slots (`_Problem._read`), the table gives a sequence; the fastest counts. Not measured.
 _BLENDS = (0.5, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """Dynamic program over sequences with floating checkpoints. Memory is divided into `slots` at first.
+    """Dynamic program over sequences with floating checkpoints. Memory is divided into `slots`, later into more.
 
     Raises ValueError if `slots` < 1.
     """
@@ -61,7 +61,7 @@ class Floating:
         check_count(self.slots, "slots")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the best sequence found within `mem_limit` bytes, a_0 counted; never slower than `Persistent`.
+        """Return the fastest sequence found within `mem_limit` bytes, a_0 counted; no slower than that of `Persistent`.
 
         Its lower bound holds for all sequences with floating checkpoints. Raises InfeasibleError if none fits, with the
         least limit, which may be below that of memory-persistent sequences. Raises ValueError if the chain is so long
@@ -111,7 +111,7 @@ _Start = tuple[float, Operation, list[_Task | Operation]]
 
 
 class _Problem:
-    """The table. Problem (s, t, l) has row start[s, t] + l; (s, s, l) with a_s inside ā_s has start[s, L+1] + l."""
+    """Table of Opt: problem (s, t, l) has row start[s, t] + l; (s, s, l) with a_s inside ā_s has start[s, L+1] + l."""
 
     table: Floats
     unit: int
@@ -156,7 +156,7 @@ class _Problem:
         return 0 if column > self.length else int(self.costs.activation[s])
 
     def _options(self, s: int, column: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the options of stage s: (number, index into `costs`, bytes that Fe_s and B_s need, bytes added)."""
+        """Yield for each option of stage s: its number, index into `costs`, bytes that Fe_s and B_s need, and keep."""
         costs, inside = self.costs, int(column > self.length)
         own, row = self._own(s, column), int(last < self.length)
         for k in range(int(costs.first[s]), int(costs.first[s + 1])):
@@ -232,7 +232,7 @@ class _Problem:
         return value
 
     def descend(self, blend: float, cut: float) -> list[Operation]:
-        """Build a sequence that fits. Memory is counted in exact bytes; the table only guides the choices."""
+        """Build a sequence for `mem_limit`. Memory is counted in exact bytes; the table only guides the choices."""
         operations: list[Operation] = []
         pending: list[_Task | Operation] = [(0, 0, self.length, self.mem_limit)]
         while pending:

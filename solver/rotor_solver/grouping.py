@@ -11,10 +11,10 @@ import numpy as np
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
-# Stages of the longest chain that is planned stage by stage: its tables have up to 2 GiB. Not measured; a higher number
-# costs memory and minutes.
+# Number of stages of the longest chain that is planned stage by stage: its tables have up to 2 GiB. Not measured; more
+# cost memory and minutes.
 _LONGEST = 2500
-_GROUPS = 400  # Groups of a longer chain. Not measured; more cost seconds, fewer a larger least limit.
+_GROUPS = 400  # Number of groups of a longer chain. Not measured; more cost seconds, fewer raise the least limit.
 
 
 def joined(chain: Chain) -> list[range] | None:
@@ -41,7 +41,7 @@ def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
     problem: taken in the order of seconds saved per byte, the last one in part, they save at least as much as any set.
     """
     seconds, room = stored, float(mem_limit - chain.input_bytes - chain.activation[-1] - chain.loss_temp)
-    items: list[tuple[float, float]] = []  # Seconds saved if stored, and bytes
+    items: list[tuple[float, float]] = []  # Seconds that storing a stage saves, and the bytes that it takes
     for stage, released in zip(chain.stages, chain.released, strict=True):
         again = stage.seconds_without_graph - stage.skipped_output_time
         fastest = min(option.forward_time + option.backward_time for option in stage.options)
@@ -93,7 +93,7 @@ def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]
 
 
 def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
-    """Return a group as one stage. `held` is the size of its output if that is the chain's and the caller keeps it."""
+    """Return a group as one stage. `held`: bytes of its output if it is the chain's and the caller keeps it, else 0."""
     options = [stage.options[stage.fastest_option] for stage in stages]
     inputs = [incoming, *(stage.activation for stage in stages)]
     outgoing = inputs[-1]

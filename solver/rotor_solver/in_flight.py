@@ -1,7 +1,7 @@
-"""Plan several forwards of one chain that are in flight at once, within one limit.
+"""Plan several forwards of one chain that all run before their backwards ("in flight"), within one limit.
 
 If backwards may run in any order, all forwards use one sequence. A plan of one forward that reserves `room` bytes at
-its loss for the others keeps at most the limit less `room`; each `room` is a problem for the persistent program. In
+its loss for the others keeps at most the limit less `room`; `Persistent` solves it for several values of `room`. In
 reverse order, all forwards form one long chain (`nested_chain`): it gives the best plan, and a bound for any order.
 """
 
@@ -31,11 +31,11 @@ from rotor_solver.simulate import Machine, simulate
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory and time of one forward, as far as they matter to the other forwards in flight. Bytes and seconds.
+    """Bytes and seconds of one forward and its backward, as far as they matter to the other forwards in flight.
 
     `kept` is held from the end of the forward to the start of its backward, the gradient of its output included. `left`
     stays after the backward: input and output, which the caller holds, and the gradient of the input. `peak` is the
-    peak of the forward without the others.
+    most bytes that this forward and its backward have in memory by themselves.
     """
 
     kept: int
@@ -50,7 +50,7 @@ class Footprint:
 
     @property
     def working(self) -> int:
-        """Bytes that the forward needs beyond `waiting` while it runs."""
+        """Bytes that the forward or its backward needs beyond `waiting` while it runs."""
         return max(0, self.peak - self.waiting)
 
     @classmethod
@@ -75,7 +75,7 @@ def _held_by_others(footprints: Many[Footprint], order: str) -> list[int]:
 
 
 def peaks_of(footprints: Many[Footprint], order: str) -> list[int]:
-    """Return, for each forward, the peak bytes of all forwards while it runs; in reverse order, earlier ones wait."""
+    """Return, for each forward, the most bytes of all forwards together while it or its backward runs."""
     own = [max(each.peak, each.waiting if order == "any" else 0) for each in footprints]
     return [others + each for others, each in zip(_held_by_others(footprints, order), own, strict=True)]
 
@@ -88,7 +88,7 @@ def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
 
 
 def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
-    """Return the most bytes that the others hold when a forward begins; in reverse order, the last begins last."""
+    """Return the most bytes that the others hold when a forward begins: in reverse order, when the last one begins."""
     return sum(each.kept for each in footprints[:-1]) if order == "reverse" else max(_held_by_others(footprints, order))
 
 
@@ -99,7 +99,7 @@ def with_room_at_loss(chain: Chain, room: int) -> Chain:
 
 @dataclass(frozen=True, slots=True)
 class ForwardsSimulation:
-    """Makespan in seconds, and peak in bytes; every forward's a_0 is counted."""
+    """Seconds (`makespan`) and peak bytes of all forwards and backwards together; every forward's input counts."""
 
     makespan: float
     peak: int
@@ -108,12 +108,12 @@ class ForwardsSimulation:
 def simulate_forwards(
     chain: Chain, sequences: Many[Sequence], order: Iterable[int] | None = None
 ) -> ForwardsSimulation:
-    """Run one forward of `chain` by each of `sequences`.
+    """Return the time and memory of forwards of `chain`, one by each of `sequences`, and of their backwards.
 
-    `order` names each forward three times: for its forward, its loss and its backward. It defaults to the order of a
+    `order` has the index of each three times: for its forward, its loss and its backward. It defaults to the order of a
     sum of losses: all forwards, all losses, and the backwards from last to first. The memory that a forward leaves
     after its backward, input and output included, stays to the end. Raises ValueError if a sequence is not valid, or if
-    `order` does not name every forward three times.
+    `order` does not have every index three times.
     """
     sequences = listed(sequences, "sequences")
     for each in sequences:
@@ -141,21 +141,21 @@ class _RunningForward:
         self._parts = iter((range(loss), range(loss, loss + 1), range(loss + 1, len(sequence))))
 
     def go_on(self) -> int:
-        """Run the next part (forward, loss, backward); return its peak in bytes."""
+        """Run the next part (forward, loss, backward); return the most bytes in memory while it runs."""
         return max([self.held, *map(self.machine.run, next(self._parts))])
 
     @property
     def held(self) -> int:
-        """Bytes in memory now. Includes a_0 to the end: the machine drops it at the first stage's backward."""
+        """Bytes in memory now. a_0 counts to the end, as the caller holds it, although `Machine` drops it at B_0."""
         return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
 
 
 def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
-    """Chain `forwards` copies of `chain` one after another, with a joint between each two, which is never recomputed.
+    """Chain `forwards` copies of `chain` one after another; between each two is a joint, a stage that runs once.
 
     A joint's forward makes the input of the next forward and the gradient of the previous forward's output; its
-    backward is the loss of the previous forward. The nested chain holds no more than the forwards do, or, with
-    `at_most`, no less. The two variants differ only in an output that the caller keeps during the backward of its last
+    backward is the loss of the previous forward. The nested chain's bytes are at most those of the forwards, or, with
+    `at_most`, at least those. They differ only by an output that the caller keeps during the backward of its last
     stage: it is part of that stage's saved bytes if the stage was stored, extra memory if not.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
@@ -196,8 +196,8 @@ Candidate = tuple[Footprint, Sequence]
 class JointPlan:
     """One sequence for each forward, in the order in which the forwards run. Seconds and bytes.
 
-    `makespan` and `peak` cover all forwards together. No persistent sequences with at most this peak take less than
-    `lower_bound` together.
+    `makespan` and `peak` cover all forwards together. No memory-persistent sequences with at most this peak take less
+    than `lower_bound` together.
     """
 
     sequences: tuple[Sequence, ...]
@@ -276,8 +276,8 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
     def need(peak: int, kept: int) -> int:
         return (forwards - 1) * max(kept, left) + max(peak, left)
 
-    # As the room grows, the peak does not fall, and the peak less the room does not rise. More room than storing
-    # everything needs helps only by the scratch of forwards without a graph.
+    # As the room grows, the peak does not fall, and the peak less the room does not rise: so the ends of a range of
+    # rooms bound the need inside it. Beyond the peak of storing everything, only `temp_without_graph` more can help.
     stored = simulate(chain, store_all(chain)).peak
     rooms = 0, stored, stored + max((stage.temp_without_graph for stage in chain), default=0)
     peaks = [least_peak(room) for room in rooms]
@@ -294,15 +294,16 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
     return best
 
 
-# Amounts of room for the running forward, at first. Not measured; too few miss better plans, each costs a solve.
+# Number of steps, from none to the limit, of the first rooms to try. Not measured; each costs a solve.
 _ROOMS = 10
-_CLOSER = 4  # Refinements around the best amount of room. Not measured; each costs two solves.
-# Limits of a forward's kept bytes, relative to equal shares. Not measured. Plans may keep less, so values above 1 fit.
+_CLOSER = 4  # Number of refinements around the best room so far. Not measured; each costs two solves.
+# Limits of a forward's kept bytes to try, relative to equal shares. Values above 1 may fit, too, since a plan may keep
+# less than its limit. Not measured.
 _SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
 
 
 def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
-    """Yield plans for one of `forwards` forwards, with different room for the running forward."""
+    """Yield plans for one of `forwards` forwards, with different values of `room` for the running forward."""
     solver = Persistent(slots, work=0)  # little work for each of many solves, only one of which is used
     least = least_in_flight_sequence(chain, forwards, slots=slots)
     yield Footprint.of(chain, least), least
@@ -332,7 +333,7 @@ def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[
     yield from (found for share in _SHARES if (found := even(best, share)) is not None)
 
 
-_LONGEST = 800  # Most stages of a nested chain: 800 take the program some seconds
+_LONGEST = 800  # Upper bound of the number of stages of a nested chain: 800 take `Persistent` some seconds
 
 
 @within_memory
@@ -383,7 +384,7 @@ def solve_in_flight(
 
 
 def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[Candidate] | None, float]:
-    """Return the best plan in reverse, or None if none is found, and a proven lower bound in seconds."""
+    """Return the fastest plans found for reverse order, or None, and a proven lower bound in seconds."""
     length = len(chain) + 1
     some = min(forwards, max(1, _LONGEST // length))
     one = store_all(chain).lower_bound or 0.0

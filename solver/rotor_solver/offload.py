@@ -63,7 +63,7 @@ __all__ = [
 
 
 def priced(chain: Chain, price: float) -> Chain:
-    """Return `chain` with `price` more seconds for every moved byte. Moving options cannot run after the loss."""
+    """Return `chain` with `price` more seconds per moved byte. Options that move bytes cannot run after the loss."""
     stages: list[Stage] = []
     for stage in chain.stages:
         options = [
@@ -96,7 +96,7 @@ class Line(NamedTuple):
 
 
 def lower_bound(chain: Chain, link: Link, found: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return (bytes, seconds): no step is faster than `seconds`, even with `bytes` moved; `found`: (price, bound)."""
+    """Return the bound's lowest point (moved bytes, seconds); `found` has (price, bound) of each priced chain."""
     out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
     forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
     least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
@@ -116,13 +116,13 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
     return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
 
 
-_CLOSE = 0.005  # The search ends at this gap, which is below the error of measured stage times
-_NOT_FAR = 0.01  # Up to this gap, chains with restricted moves are not tried: they double the solve time. Not measured.
+_CLOSE = 0.005  # The search ends if the plan is slower than the best by at most this share: stage times err by more
+_NOT_FAR = 0.01  # Up to this share, chains with fewer possible moves are not tried: they double the time. Not measured.
 # First prices to try, as multiples of a byte's round-trip seconds, the last one first: one is negligible, the other so
 # high that only unavoidable moves remain. Not measured; wrong ends only cost solves.
 _ENDS = (64.0, 2.0**-10)
-_PRICES = 12  # Most prices to try; five or six are typical. Not measured; too few loosen the plan and the bound.
-_SAME = 1e-6  # Prices with no larger relative difference are the same
+_PRICES = 12  # Upper bound of the number of prices to try; five or six are typical. Not measured; too few slow plans.
+_SAME = 1e-6  # Prices with no larger relative difference count as equal, so that no price is solved twice
 # Room for copies in progress, as multiples of the most bytes that a stage moves. On chains of 40 to 70 stages, the best
 # plan had between half and three; the steps in between made it up to one percent faster.
 _ROOMS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -142,7 +142,7 @@ class MovingPlan(NamedTuple):
 
 
 def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> MovingPlan:
-    """Return the fastest sequence found within `limit` bytes, a_0 counted, with its moves over `link`.
+    """Return the fastest sequence found within `limit` bytes, a_0 counted, with its offloading copies over `link`.
 
     It is no slower than the best sequence found without moves. The bound holds for memory-persistent sequences whose
     copies obey Note [Moves]. Raises InfeasibleError, with the exact least limit, if even moving as much as possible
@@ -227,7 +227,7 @@ def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
 
 
 def _price_between(known: list[tuple[int, float]], moved: float, tried: list[float]) -> list[float]:
-    """Return [price] at which the `known` (bytes, seconds) next above and below `moved` cost the same; [] if tried."""
+    """Return, in a list, the price at which the `known` points around `moved` bytes cost the same; none if tried."""
     more = min((each for each in known if each[0] > moved), default=None)
     less = max((each for each in known if each[0] <= moved), default=None, key=lambda each: (each[0], -each[1]))
     if more is None or less is None or less[1] <= more[1]:
@@ -297,7 +297,7 @@ class _TimedSequence:
         self.link, self.limit = link, limit
 
     def bytes_while_away(self, trips: Several[Trip]) -> list[int]:
-        """Return each operation's peak in bytes if `trips` have memory only in their own forward and backward."""
+        """Return each operation's peak in bytes if `trips` are in memory only during their forward and backward."""
         change = [0] * (len(self.during) + 1)
         for trip in trips:
             change[trip.forward + 1] -= trip.moved

@@ -15,7 +15,7 @@ from rotor_solver.simulate import simulate
 
 
 def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range], algorithm: str = "") -> Sequence:
-    """Return the sequence that recomputes the disjoint segments `again` before the backward of their last stage."""
+    """Return the sequence that recomputes each segment of `again` right before the backward of its last stage."""
     stored = list(forwards)
     starts, ends = {}, {}
     for segment in again:
@@ -52,7 +52,7 @@ def even_segments(length: int, count: int) -> list[range]:
 
 
 def store_all(chain: Chain) -> Sequence:
-    """Run every stage once, with its fastest option, and keep everything: nothing is faster.
+    """Return the sequence that runs every stage once, by its fastest option, and stores everything: none is faster.
 
     Its `lower_bound` is its own makespan.
     """
@@ -62,7 +62,7 @@ def store_all(chain: Chain) -> Sequence:
 
 @within_memory
 def recompute_all(chain: Chain) -> Sequence:
-    """Return a memory-persistent sequence with the least peak. Plans chains over 2,500 stages in groups of stages."""
+    """Return the memory-persistent sequence of least peak. Chains over 2,500 stages are planned in groups of stages."""
     check_chain(chain)
     if (groups := joined(chain)) is not None:
         return Sequence(fine_sequence(chain, groups, recompute_all(coarse_chain(chain, groups))), "recompute-all")
@@ -89,22 +89,22 @@ def min_bytes(chain: Chain) -> int:
 
 
 class StoreAll:
-    """Store everything: plain training."""
+    """Algorithm that stores everything, as plain training does."""
 
     name = "store-all"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return `store_all(chain)`. Raises InfeasibleError if it does not fit."""
+        """Return `store_all(chain)`. Raises InfeasibleError if it needs more than `mem_limit` bytes."""
         return _within(chain, mem_limit, store_all(chain), "storing everything")
 
 
 class RecomputeAll:
-    """The least peak of all memory-persistent sequences, however much is recomputed."""
+    """Algorithm with the least peak of all memory-persistent sequences, however much it recomputes."""
 
     name = "recompute-all"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return `recompute_all(chain)`. Raises InfeasibleError if even that does not fit."""
+        """Return `recompute_all(chain)`. Raises InfeasibleError if it needs more than `mem_limit` bytes."""
         return _within(chain, mem_limit, recompute_all(chain), "even recomputing as much as possible")
 
 

@@ -1,4 +1,4 @@
-"""Simulate the copies of a step: the link, the trips that a sequence allows, and their times.
+"""Simulate the copies of a step with offloading: the link, the bytes that a sequence may move, and their times.
 
 The simulator has one queue of operations, and a queue of copies for each direction of the link.
 """
@@ -85,7 +85,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class MovesSimulation:
-    """Seconds and bytes of a step. `begin` and `during` are the begin in seconds and peak in bytes of each operation.
+    """Seconds and bytes of a step. `begin` has the second at which each operation begins, `during` its peak in bytes.
 
     `waiting` are the seconds in which operations wait for copies; `makespan` includes them. `moved` bytes go out, and
     as many come back. A copy out that is under way when an operation begins counts during all of it. `transfers` are
@@ -133,7 +133,7 @@ class CopyQueues:
 
     def __init__(self, trips: Iterable[Trip], moves: Moves, link: Link) -> None:
         self.now = self.waiting = self._out_free = self._in_free = 0.0
-        self.out_end: dict[int, float] = {}  # By stage
+        self.out_end: dict[int, float] = {}  # By stage, the second at which its copy out ends
         self.transfers: list[Transfer] = []
         self._in_end: dict[int, float] = {}
         self._trips = {trip.stage: trip for trip in trips}
@@ -142,7 +142,7 @@ class CopyQueues:
         self._moves, self._link = moves, link
 
     def begin(self, position: int) -> float:
-        """Wait and fetch as the moves say; return the seconds at which the operation begins."""
+        """Wait for copies and begin those back, as the moves say; return the second at which the operation begins."""
         for stage in self._moves.wait_out[position]:
             self._wait(self.out_end[stage])
         for stage in self._moves.fetch[position]:
@@ -205,7 +205,7 @@ def _wrong_move(text: str, kind: str, stage: int, position: int) -> InvalidValue
 
 
 def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Moment, ...]:
-    """Return `moments`, delayed by copies over `link`. Raises ValueError, like `simulate_moves`, for invalid input."""
+    """Return `moments`, begun later where they wait for copies over `link`. Raises ValueError like `simulate_moves`."""
     found = moments(chain, sequence)
     if link is None or sequence.moves is None:
         return found
@@ -214,7 +214,7 @@ def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[
 
 
 def transfers(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Transfer, ...]:
-    """Return all copies of a step over `link`. Raises ValueError, like `simulate_moves`, for invalid input."""
+    """Return all copies of a step over `link`, with their times. Raises ValueError like `simulate_moves`."""
     check_sequence(sequence)
     if link is None or sequence.moves is None:
         return ()
