@@ -1,7 +1,7 @@
-"""Record and restore plain attributes of modules, such as a count of calls.
+"""Record and restore plain attributes that a module's forward changes, such as a count of calls.
 
 Parameters, buffers and submodules are not plain attributes: they have tables of their own. Modules generated from a
-graph (`HasKind`) set no attributes.
+graph (`HasKind`) are left out, since they set no attributes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rotor_profiling.storage import storage_bytes, storages, tensors_in
 from rotor_solver.described_error import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
-# Exactly these classes, as a subclass may not allow `clear` and refilling; model outputs of transformers do not.
+# Classes whose contents are restored. Subclasses are not: they may refuse `clear`, as model outputs of transformers do.
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _MISSING = object()
 
@@ -63,9 +63,9 @@ class Change:
         self._set(self.value if self.values is None else self.values.clone())
 
     def put_back(self) -> None:
-        """Restore the original object and its contents."""
+        """Restore the former object as the attribute, with its former contents and values."""
         if self.values is not None:
-            # Through `data`, which keeps the version counter: a graph may have saved the tensor.
+            # `data` leaves the version counter as it is: a graph that has saved the tensor checks it in its backward.
             self.value.data.copy_(self.values)
         self._set(self.value)
 
@@ -102,9 +102,9 @@ class Attributes:
         return [each for before in self._before for each in _changes(*before)]
 
     def after_run(self) -> Callable[[], list[Change]]:
-        """Return a function that lists changes since the snapshot, for a recomputation; drops needless copies.
+        """Return a function that lists the changes since the snapshot, for a recomputation.
 
-        Raises RuntimeError like `changes`.
+        Frees the copies of tensors that no run has written into. Raises RuntimeError like `changes`.
         """
         written = {(change.module, change.name) for change in self.changes() if change.values is not None}
         before = [
@@ -139,7 +139,7 @@ def sets_attributes(function: Callable[..., Any]) -> bool:
 
 
 def kept_bytes(function: Callable[..., Any]) -> int:
-    """Return the bytes of tensor attributes held for a recomputation of `function`, as far as known."""
+    """Return the bytes of tensor attributes held for a recomputation of `function`, as far as its runs have shown."""
     modules = modules_of(function, but=HasKind)
     owned = _owned(modules)
     return sum(
@@ -161,7 +161,7 @@ def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
-    # Excluded from attributes: recurrent layers, for example, list their parameters in an attribute.
+    # Parameters and buffers do not count as attributes, even if an attribute lists them, as in recurrent layers.
     tables = [table for module in modules for table in (module._parameters, module._buffers)]
     return storages(each for table in tables for each in table.values() if each is not None)
 

@@ -1,4 +1,4 @@
-"""Select the instruments (memory meter, stopwatch) of all measurements.
+"""Select the memory meter and the stopwatch of all measurements.
 
 A present device, CPU or CUDA, is measured. For an absent device, `using` installs a `Prediction`; the same code then
 runs on fake tensors.
@@ -39,7 +39,7 @@ class Storages:
 
 
 class Prediction(Protocol):
-    """Instruments and properties of an absent device, implemented by `PredictedDevice`."""
+    """Meter, stopwatch and properties of an absent device; `PredictedDevice` of rotor_py implements it."""
 
     @property
     def storages(self) -> Storages: ...
@@ -150,7 +150,7 @@ def operators_as_called() -> Iterator[None]:
             push_function_mode(mode)
 
 
-# Libraries allocate workspaces on a CUDA device at first use and keep them: allocate them before planning a step.
+# CUDA libraries allocate workspaces at first use and keep them: allocate them before planning, so that they count.
 
 
 def allocate_workspaces(model: nn.Module, device: torch.device) -> None:

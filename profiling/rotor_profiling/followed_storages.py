@@ -90,16 +90,16 @@ class FollowedStorages(TorchDispatchMode):
         self._sum: tuple[int, torch.UntypedStorage] | None = None
 
     def taken(self, number: int, size: int) -> None:
-        """Handle a new storage of `size` bytes, identified by `number` until its release."""
+        """Called when a storage of `size` bytes is created; `number` identifies it until its release."""
 
     def freed(self, number: int) -> None:
-        """Handle the release of the storage `number`."""
+        """Called when the storage `number` is released."""
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Handle an operator that has run, after its result is followed."""
+        """Called after an operator has returned `out`, and `taken` has been called for its new storages."""
 
     def follows(self, tensor: torch.Tensor) -> bool:
-        """Whether to follow an operator's result."""
+        """Return whether to follow the storage of `tensor`, an operator's result."""
         return True
 
     def follow(self, storage: torch.UntypedStorage) -> None:
@@ -116,7 +116,7 @@ class FollowedStorages(TorchDispatchMode):
         self._followed.clear()
 
     def settle(self) -> None:
-        """Count a gradient sum as new memory if its first summand is still alive, as other code holds it."""
+        """If the last sum's first summand is still alive, as other code holds it, count the sum as new memory."""
         if self._sum is not None:
             (_, storage), self._sum = self._sum, None
             self.follow(storage)

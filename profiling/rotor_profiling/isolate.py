@@ -42,8 +42,8 @@ def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for _, _, tensor in parameter_slots(function)}.values())
 
 
-# Ctrl-C may interrupt any instruction, even of code that undoes a change. So a function that undoes a change is listed
-# before the change, and an enclosing context calls those that an interrupted one has left. Undoing twice is harmless.
+# Ctrl-C may interrupt any instruction, even of code that undoes a change. So before a change, the function that
+# undoes it is put into a list. An enclosing context calls those that an interrupted one left. Two calls are harmless.
 
 Undoing = list[Callable[[], object]]
 
@@ -108,7 +108,7 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextmanager
 def own_parametrizations() -> Iterator[None]:
-    """Give `parametrize.cached` a cache of its own in this context: cached tensors have another run's graph."""
+    """Give `parametrize.cached` an empty cache in this context: tensors in the old one have another run's graph."""
     names = vars(parametrize)
     if not names["_cache_enabled"]:
         yield
@@ -121,7 +121,7 @@ def own_parametrizations() -> Iterator[None]:
 
 @contextmanager
 def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """Run `function` on aliases of its parameters and copies of its buffers, then restore the RNG state.
+    """Give `function` aliases of its parameters and copies of its buffers in this context; then restore the RNG state.
 
     Yields the aliases: they receive the gradients, and hooks of the real parameters do not fire.
     """

@@ -1,4 +1,4 @@
-"""Measure a loss: seconds of forward and backward together, and bytes beyond its gradient."""
+"""Measure a loss: seconds of forward and backward together, and bytes beyond the gradient of the model's output."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rotor_solver.described_error import DescribedError
 
 
 class UnusableLossError(DescribedError, ValueError):
-    """The loss function takes other arguments, or does not return a single number with a gradient."""
+    """Raised if the loss function takes other arguments, or does not return a scalar that requires a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """Cost of a loss. `temp_bytes` are in memory while it runs, `kept_bytes` (value, first gradient) until step end."""
+    """Cost of a loss: `temp_bytes` while it runs; until the step ends, value and first gradient are `kept_bytes`."""
 
     seconds: float
     temp_bytes: int
@@ -41,7 +41,7 @@ def measure_loss(
 ) -> LossCost:
     """Measure `loss` on `output`, whose tensors that need a gradient have `requires_grad` set.
 
-    Raises UnusableLossError if the loss is not a single number with a gradient, or does not take one argument.
+    Raises UnusableLossError if `loss` does not return a scalar that requires a gradient, or take one argument.
     """
     _refuse_other_arguments(loss)
     state = RandomState.now((device,))

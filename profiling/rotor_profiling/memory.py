@@ -1,7 +1,7 @@
-"""Meter the bytes that PyTorch's allocators hand out while code runs.
+"""Measure the bytes that PyTorch's allocators hand out while code runs.
 
-On CUDA, reads the allocator's counters. The CPU allocator has none, and the resident size says little about tensors;
-but the profiler reports every CPU allocation and free, so their running sum is exact.
+On CUDA, reads the allocator's counters. The CPU allocator has none, and the process's resident size says little about
+tensors; but the profiler reports every CPU allocation and free, so their running sum is exact.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
 
 
 def split(events: Iterable[tuple[str, int]], held: int = 0) -> dict[str, Phase]:
-    """Return the phases of events (mark or "", change in bytes), from `held` bytes on; the first phase is `""`."""
+    """Return, by name, the phases of events (mark or "", change in bytes). The first, `""`, begins at `held` bytes."""
     phases: dict[str, Phase] = {}
     name, start, peak = "", held, held
     for mark, change in events:

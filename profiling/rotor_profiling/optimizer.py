@@ -50,18 +50,18 @@ def together(costs: Iterable[OptimizerCost]) -> OptimizerCost:
 
 
 class UnknownOptimizerError(DescribedError, ValueError):
-    """The memory of an optimizer cannot be found without training."""
+    """Raised if the memory of an optimizer cannot be found without training."""
 
 
 Groups = list[dict[str, Any]]
 
 
 def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> OptimizerCost:
-    """Return the memory that `optimizer` will keep and need in training, even before its first step.
+    """Return the bytes of the state and of a step of `optimizer` in training, even before its first step.
 
     A copy of the optimizer takes two steps: the first creates its state, the second shows the memory of a later step.
-    It steps meta tensors, or, if it has to read values, zeros, one parameter at a time. The optimizer and its
-    parameters stay untouched. `groups` replace its parameter groups. Raises UnknownOptimizerError if no copy works.
+    It steps meta tensors, or, if it has to read values, zeros on the CPU, one parameter at a time. The optimizer and
+    its parameters do not change. `groups` replace its parameter groups. Raises UnknownOptimizerError if no copy works.
     """
     groups = optimizer.param_groups if groups is None else groups
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -72,7 +72,7 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
     with _without_gradients(groups):
         try:
             state, step = _on_meta(optimizer, groups, kind)
-        except Exception:  # user code may raise anything, and zeros may work
+        except Exception:  # user code may raise anything, and a step on zeros may work
             try:
                 sparse = isinstance(optimizer, torch.optim.SparseAdam)  # other optimizers also take dense gradients
                 state, step = _on_zeros(optimizer, groups, kind, sparse=sparse)
@@ -151,7 +151,7 @@ def _on_zeros(optimizer: torch.optim.Optimizer, groups: Groups, kind: str, *, sp
     state = step = 0
     for group in groups:
         for parameter in group["params"]:
-            with unset_fake_temporarily():  # the step reads values, so that a fake parameter also gets real zeros
+            with unset_fake_temporarily():  # the step reads values, which only real tensors have
                 twin = _twin(optimizer, [{**group, "params": [parameter]}], _zeros)
                 for each in twin.param_groups[0]["params"] if sparse else ():
                     row = torch.zeros((1, 1), dtype=torch.long)
@@ -246,7 +246,7 @@ def _twin(
     foreach: bool = False,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    # A copy by `copy.copy`, as the constructor's arguments are unknown, lacks hooks and the optimizer's own attributes.
+    # `copy.copy`, as the constructor's arguments are unknown. It loses hooks, and attributes that are copied below.
     parameters = [parameter for group in groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
     twins = {id(each): copy.copy(each) for each in with_inner(optimizer)}
@@ -256,7 +256,7 @@ def _twin(
         for tensor in tensors_in(list(own.values())):
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor.clone() if tensor.numel() == 1 else make(tensor)
-        # The copy lacks models and uncopyable attributes such as locks: a step that needs these raises.
+        # The copy lacks models and attributes that cannot be copied, such as locks: a step that needs these raises.
         copies |= {id(each): torch.nn.Module() for each in _found_in(own, torch.nn.Module)}
         for name, value in own.items():
             with suppress(Exception):
@@ -310,7 +310,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 # Optimizers of torch.optim that access only a parameter, its gradient, its state and its group's settings: stepping
-# parameters one by one gives the numbers of a joint step. SparseAdam is missing, as its copy needs sparse gradients.
+# parameters one by one gives the same values as a joint step. SparseAdam is missing: it takes sparse gradients only.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",

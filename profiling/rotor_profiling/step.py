@@ -1,27 +1,27 @@
 """Measure the memory of a training step: its peak, or the phases of a step that runs in the caller's own code.
 
-A meter (`memory.py`) encloses the measured code. A step cannot be enclosed: the caller's loss runs between our forward
-and the end of the backward. So a watch starts, marks phases and stops wherever our code gets control.
+A meter (`memory.py`) encloses the measured code. A step in the caller's own code cannot be enclosed: between the
+planned model's forward and the end of the backward, the caller's loss runs. So a watch starts, marks phases and stops
+wherever the planned model gets control.
 
 # Note [Listening to the CPU's allocator while the caller's code runs]
 #
-# On CUDA a watch reads counters. The CPU allocator has none: it reports to the thread's profiler, which stays on in the
-# caller's code and must not disturb it.
+# On CUDA a watch reads counters. The CPU allocator has none, but reports to the thread's profiler. So a watch keeps a
+# profiler on while the caller's code runs.
 #
-#  1. A watch uses PyTorch's legacy profiler, which belongs to its thread and changes no operator, mode or compiled
-#     function. It delays each operator by some 20 µs. The newer profiler, which the meters use, crashes with a
-#     segmentation fault if a second session starts in another thread.
+#  1. A watch uses PyTorch's legacy profiler, which is local to the thread that starts it, and leaves operators,
+#     dispatch modes and compiled functions as they are. It delays each operator by some 20 µs. The newer profiler,
+#     which the meters use, crashes with a segmentation fault if a second session starts in another thread.
 #  2. A thread has one profiler. If one is running already, no watch starts. If another profiler is about to start (one
 #     of our meters, or the user's own), the watch gives way: it stops and reports nothing.
 #  3. A watch must stop in the thread in which it started, and not inside autograd's engine: the engine restores the
-#     thread's profiler after every node, so the watch's would stay on and count the next profiler's memory. A watch
-#     asked to stop there, as in a forward that `torch.utils.checkpoint` recomputes, stops after the pass, unreported.
+#     thread's profiler after every node, so it would turn the stopped profiler on again. A watch that is asked to stop
+#     there, as in a forward that `torch.utils.checkpoint` recomputes, stops after the backward and reports nothing.
 #  4. A free event has a size but no address. If the block is older than the watch, its free counts only if an earlier
 #     profiler saw a block at that address. So blocks in `present_bytes` must come from an earlier watch, or must not be
 #     freed. Each counted free of an older block outside of `present_bytes` makes later sums too small.
-#  5. If a backend thread is the last holder of memory that processes send to each other, the profiler misses its free.
-#     So with several processes, no watch starts, and stages are measured several times (`measure_ways` in
-#     `stage/cost.py`).
+#  5. If a thread of the process group's backend is the last to hold memory that processes send to each other, the
+#     profiler misses its free. So with several processes, no watch starts, and `measure_ways` measures stages again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measured_phases(
 
 
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
-    """Watch allocations on `device` from now on; returns None if that is not possible now.
+    """Watch allocations on `device` from now on, and return the watch; None if the profiler cannot start now.
 
     `present_bytes` are in memory already (ignored on CUDA). On CUDA, a phase's peak is exact if it exceeds all earlier
     peaks. Otherwise the phase reports the larger of its bytes at start and end, which may be less than its peak. If an
@@ -111,7 +111,7 @@ class CpuWatch:
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
-        # If called in another thread, the profiler runs on until its own thread starts a watch or meter (Rule 3).
+        # In another thread, does nothing: the profiler runs on until its own thread starts a watch or meter (Rule 3).
         if not self._in_its_thread():
             return None
         if _in_engine():
@@ -163,7 +163,7 @@ def _can_listen() -> bool:
 
 @functools.cache
 def _have_profilers_announced() -> None:
-    """Give way to any profiler that starts from now on (Rule 2), and in forked processes."""
+    """From now on, stop the thread's watch before any profiler starts (Rule 2), and in forked processes."""
     # Every profiler calls this torch function right before it starts, and fails if the legacy profiler is still on.
     profiler: Any = torch.autograd.profiler
     started = profiler._run_on_profiler_start
@@ -186,7 +186,7 @@ def _when_pass_is_freed(do: Callable[[], object]) -> None:
     """Call `do` when the engine has released the current backward pass and returns to its caller."""
 
     def callback() -> None:
-        """Do nothing: the pass owns its callbacks, and nothing else holds this one."""
+        """Do nothing: only the pass holds this function, which is therefore freed when the pass is."""
 
     weakref.finalize(callback, do).atexit = False
     torch_compat.queue_callback(callback)

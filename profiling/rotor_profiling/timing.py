@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# Repetitions of a timed run. Guesses: with fewer, times vary from plan to plan; with more, measuring takes minutes.
+# A run is timed FEWEST_RUNS times, and up to MOST_RUNS times until ENOUGH_SECONDS are reached. Guesses: with fewer,
+# times vary from plan to plan; with more, measuring takes minutes.
 FEWEST_RUNS = 3
 MOST_RUNS = 7
 ENOUGH_SECONDS = 0.02
@@ -79,7 +80,7 @@ def spread(samples: list[float]) -> float:
 
 
 def several_processes() -> bool:
-    """Return whether there are other processes: all may have to run equally often, as collectives wait for all."""
+    """Return whether several processes train together: all must repeat a run equally often, as collectives wait."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

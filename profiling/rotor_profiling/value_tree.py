@@ -26,7 +26,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Ten
 _CONTAINERS = (dict, list, tuple)
 # Builtin classes from which a class may derive to be opened: their instances consist of items and attributes only
 _BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
-_ITEMS = ""  # Name of a container's items among its attributes
+_ITEMS = ""  # Key of a container's items in `parts_of`, beside the names of its attributes
 # Most objects opened in a value, and most levels of nested objects. Guesses: enough for a batch of graphs, and few
 # enough to end the search of an object that refers to the whole program.
 _MOST, _DEEPEST = 10_000, 16
@@ -69,7 +69,7 @@ def tree_unflatten(leaves: list[Any], structure: TreeSpec | Structure) -> Any:
 
 
 def tree_map_only(of: Any, change: Callable[[Any], Any], value: Any) -> Any:
-    """Replace every leaf of the class `of`."""
+    """Return `value` with `change(leaf)` in place of every leaf of the class `of`."""
     leaves, structure = tree_flatten(value, of)
     return tree_unflatten([change(leaf) if isinstance(leaf, of) else leaf for leaf in leaves], structure)
 
@@ -83,7 +83,7 @@ def with_own_containers(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An opened object with its `number` in the value. `parts` is None if an object of this number came before."""
+    """An opened object, the `number`-th in the value. `parts` is None if it occurs earlier in the value, too."""
 
     kind: type
     number: int

@@ -1,6 +1,6 @@
 """Measure the bytes of one stage in every storage mode, by running it exactly as in training.
 
-A phase begins at each mark. The phase "between", of frees and of allocations by measuring itself, does not count.
+Each `meter.mark` begins a phase. Phases "between", in which only measuring itself allocates and frees, do not count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rotor_profiling.storage import (
 from rotor_profiling.timing import Stopwatch, several_processes
 from rotor_profiling.torch_compat import storage_use_count
 
-# A slower storage mode must keep fewer bytes by at least this share: its cost in time is known only up to clock noise
+# A slower storage mode is of use if it keeps fewer bytes by at least this share, as its measured time is uncertain
 LEAST_SHARE = 0.05
 
 
@@ -62,7 +62,7 @@ class StageBytes:
     gradient_storage_bytes: tuple[int, ...] = ()
     # Indices of parameters whose gradients are views, as in linear layers: the engine cannot add to them in place
     view_gradients: tuple[int, ...] = ()
-    droppable_bytes: int = 0  # Bytes freed if the caller drops the silent outputs before the backward
+    droppable_bytes: int = 0  # Bytes freed if the caller drops the silent outputs (`StageContext`) before the backward
     held_backward_bytes: int = 0  # Bytes that the backward takes more if the caller holds the silent outputs
     # Bytes of tensors that a forward leaves in attributes even after the backward. `saved_bytes` excludes them, unless
     # they share storages with the output.
@@ -85,7 +85,7 @@ class StageCost(StageBytes):
 
 
 def clearly_less(saved: int, than: int) -> bool:
-    """Return whether a mode keeps so many bytes less than a faster mode that it is worth planning with."""
+    """Return whether a mode that keeps `saved` bytes is worth planning with beside a faster one that keeps `than`."""
     return saved <= (1 - LEAST_SHARE) * than and saved < than
 
 
@@ -95,20 +95,20 @@ def measure_ways(
     """Measure the bytes of one stage in each of its `runners`' storage modes, without changing the model.
 
     The stage must have run before: libraries choose algorithms and allocate persistent memory in its first run. With a
-    `watch`, also returns the seconds of these runs, since a meter takes hardly any time. The first of the `runners`
-    stores the stage whole. Raises ValueError for a device type whose memory cannot be measured.
+    `watch`, also returns the seconds of these runs: metering memory hardly slows them. The first of the `runners` must
+    store the stage whole. Raises ValueError for a device type whose memory cannot be measured.
     """
     # With several processes on the CPU, the profiler may miss frees (Rule 5 of `step.py`), so the least result is best.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
             rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
-        # Bytes in memory when a recomputed stage's first parameter is stepped, without the input's gradient: its node
-        # computes the gradients of all parameters before it passes on the first.
+        # Bytes when the optimizer steps a recomputed stage's first parameter, without the input's gradient: the stage's
+        # node computes the gradients of all parameters before it passes on the first.
         steps = [nbytes for nbytes in context.stepped if nbytes is not None]
         after_replay = bytes_like(parameters) + max(steps) if steps else 0
     ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
-    # The solver adds activation and saved bytes, although both are freed before the first parameter is stepped.
+    # Subtracted, since the solver adds activation and saved bytes, but both are freed before the first parameter steps.
     needs = (after_replay - each.activation_bytes - each.saved_bytes for each in ways)
     if after_replay:
         ways = tuple(
@@ -348,7 +348,7 @@ def stage_layouts(
     before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] | None = None,
     watch: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
 ) -> tuple[Layouts, Any]:
-    """Return the gradient layouts that a stage's backward gives to its input `value`, and the output.
+    """Return the strides that a stage's backward gives to the gradients of its input `value`, and the output.
 
     The output is detached, but keeps `requires_grad`. The model does not change. `before_backward` is called with the
     input, the output in the graph, and the parameters. `watch` wraps the forward to observe it.
@@ -366,7 +366,7 @@ def stage_layouts(
 
 
 def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> Layouts:
-    """Return the gradient layouts that the backward of `loss` gives to the tensors of `output`."""
+    """Return the strides that the backward of `loss` gives to the gradients of the tensors of `output`."""
     with undoing() as undo, torch.enable_grad():
         undo.append(RandomState.now((device,)).restore)
         leaf = leaves_of(output)

@@ -1,7 +1,7 @@
 """Inputs of measuring a stage as in training: its runner, its position in a chain, and its output's gradients.
 
-Such a gradient has the layout that the next stage's backward makes, since layouts cost time and memory: recurrent
-layers with `batch_first` return a transposed view, and copy the contiguous gradient that a linear layer gives.
+These have the strides that the next stage's backward makes, which may cost the stage time and memory: a recurrent layer
+with `batch_first` returns a transposed view, and copies the contiguous gradient that a linear layer gives.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _strides_of_whole(shape: torch.Size, strides: Strides) -> Strides:
 
 
 class _Entry(torch.autograd.Function):
-    """Input of a graph. A leaf would always be held by the graph, and would copy gradients of another layout."""
+    """Input of a graph, not a leaf: the graph would hold a leaf, which would copy gradients with other strides."""
 
     @staticmethod
     def forward(ctx: Any, origin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -132,17 +132,14 @@ def enter_graph(origin: torch.Tensor, value: Any) -> Any:
 
 
 def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
-    # Most recomputations run during a backward, where autograd is off.
+    # Most recomputations run during a backward, where grad mode is off.
     with torch.enable_grad():
         return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
-# Protocols that the executor implements. Measurements call its code, but cannot import it: it imports this package.
-
-
 @contextmanager
 def hooked(hooks: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]) -> Iterator[None]:
-    """Call each parameter's hook when its gradient is complete."""
+    """Inside this context, call each parameter's hook when its gradient is complete."""
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooks]
     try:
         yield
@@ -152,7 +149,7 @@ def hooked(hooks: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]])
 
 
 def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractContextManager[None]:
-    """Add each parameter's new gradient to a present one and free it, as gradients accumulate; nothing if `fresh`.
+    """In this context, add each new gradient to a present one and free it, as if gradients accumulate; not if `fresh`.
 
     The parameter stands for its present gradient, which would take memory: measuring has to fit where the plan does.
     """
@@ -166,6 +163,9 @@ def _added(parameter: Any) -> None:
             if is_dtensor(gradient):  # present gradients have the parameter's placements
                 gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)
             gradient.add_(parameter)  # takes as long as adding to a present gradient
+
+
+# Protocols that the executor implements. Measurements call its code, but cannot import it: it imports this package.
 
 
 class Attached(Protocol):
@@ -188,7 +188,7 @@ class Runner(Protocol):
         """Do one-time work of a run in advance, so that it is not timed."""
 
     def forward(self, value: Any, *, skip_output: bool = False) -> Any:
-        """Run the stage in the surrounding graph; with `skip_output`, the output has no values."""
+        """Run the stage in the surrounding graph; with `skip_output`, the output is allocated but not computed."""
 
     def first(self, value: Any) -> tuple[Any, Any]:
         """Run the stage without a graph; return its output, and the state for a recomputation (`surroundings`)."""

@@ -1,4 +1,4 @@
-"""Time one stage in every storage mode, and as a node that recomputes it, as the executor runs it."""
+"""Time one stage in every storage mode, and as an autograd node that recomputes it, as the executor runs it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class StageRun:
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     """Estimate the seconds of a stage in each mode, from its own runs or those of identical stages.
 
-    Estimates the extra time of recomputation, and of modes after the first. At least one run must have all modes, and
-    at least one a node.
+    At least one of the `runs` must have all modes, and at least one a `node`.
     """
     forward, backward = (lower_quartile([run.ways[0][phase] for run in runs]) for phase in (0, 1))
     nodes = [run.node for run in runs if run.node is not None]
@@ -68,8 +67,8 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     return found
 
 
-# Returns a function that runs a runner's stage as an autograd node: without a graph, and recomputed in the backward. It
-# is code of the executor, so that times include the executor's overhead.
+# A function that returns, for a `Runner`, the function that runs its stage as an autograd node: without a graph, and
+# recomputed in the backward. It is code of the executor, so that times include the executor's overhead.
 AsNode = Callable[[Any], Callable[[Any], Any]]
 
 
