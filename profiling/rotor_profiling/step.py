@@ -75,7 +75,7 @@ def measured_phases(
 
 
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
-    """Watch allocations on `device` from now on, and return the watch; None if the profiler cannot start now.
+    """Watch allocations on `device` from now on, and return the watch; None if it cannot start (Rules 2, 3 and 5).
 
     `present_bytes` are in memory already (ignored on CUDA). On CUDA, a phase's peak is exact if it exceeds all earlier
     peaks. Otherwise the phase reports the larger of its bytes at start and end, which may be less than its peak. If an

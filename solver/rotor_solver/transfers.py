@@ -45,7 +45,6 @@ class Link:
 
 
 def check_link(link: Any) -> None:
-    """Raise InvalidTypeError unless `link` is a `Link`."""
     check_type(link, Link, "link", "pass Link(out_bytes_per_second, in_bytes_per_second)")
 
 

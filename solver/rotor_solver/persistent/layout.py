@@ -23,8 +23,8 @@ class Spacing(NamedTuple):
     """Selects the intervals [i, i + d] that have rows: all with d < parts · period, and some of the longer ones.
 
     For d < 2 · parts · period, intervals have rows if they end at a whole period; for d < 4 · parts · period, at every
-    second period, and so on: about `parts` rows for every doubling of d. Periods are counted back from stage L-1. If a
-    row ends at a stage, so do the rows that begin later. Else every Fe would drop stages, and loosen the bound.
+    second period, and so on: about `parts` rows for every doubling of d. Periods are counted back from stage L-1. If
+    [i, l] has a row, so has [i+1, l], which Fe_i reads: a row that ends earlier would loosen the bound with every Fe.
     """
 
     parts: int
@@ -190,7 +190,7 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
 def rows_of(
     least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, windows: Windows, cut: float, owner: Ints
 ) -> tuple[Rows, int]:
-    """Lay out rows in a table; return them and the table's size in numbers.
+    """Lay out rows in a table; return them, and how many numbers the table has.
 
     A row takes the widest bounds of all the intervals that it stands for. `least` and `full` are [2, L+1, L+1], in
     bytes; `later` is [L+1]; `later` and `windows.outside` have the unit of `cut`. A row shares the numbers of row
@@ -232,14 +232,14 @@ def rows_of(
     return Rows(begin[owner], most[owner], position[owner], limit[owner], final[owner]), int(sizes.sum())
 
 
-# Stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured.
+# Number of stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured.
 _LONGEST_PERIOD = 64
 # Least share of a chain that must repeat without a break. Not measured; a wrong value only costs time.
 _REPEATED = 0.87
 
 
 def kinds_of(chain: Chain) -> Ints:
-    """Return a number for every stage, [L], equal for stages that cost the same."""
+    """Return an identifying number for every stage, [L], equal for stages that cost the same."""
     numbers: dict[object, int] = {}
     bare = (
         replace(stage, name="", options=tuple(replace(option, name="") for option in stage.options))
@@ -322,16 +322,16 @@ class Problem:
         options = map(range, costs.first[:-1].tolist(), costs.first[1:].tolist())  # by stage
         fastest = [min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in options]
         self.fastest = np.array(fastest, np.int64)
-        # [2, L+1, L+1] bytes, by (state, i, l): the memory from which on the whole interval is stored.
+        # [2, L+1, L+1] bytes, by (state, i, l), from which on the whole interval is stored.
         self.full = full_memory(costs, self.fastest)
         self.kinds = kinds_of(chain)
         self.period = period_of(self.kinds)  # In stages; 0 if most of the chain does not repeat
 
     @property
     def needed(self) -> int:
-        """The least memory with a plan, in bytes, a_0 not counted."""
+        """Least bytes, a_0 not counted, in which any memory-persistent sequence fits."""
         return int(self.least[0, 0, len(self.chain)])
 
     def least_sequence(self) -> Sequence:
-        """Return a sequence for `needed` bytes."""
+        """Return a sequence that fits in `needed` bytes."""
         return least_sequence(self.costs, self.least)

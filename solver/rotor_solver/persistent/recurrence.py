@@ -5,8 +5,8 @@ al., "Optimal checkpointing for heterogeneous chains", HAL hal-02352969; the mem
 docs/solver.md). [i, l] stands for a problem: run the backwards of stages l, …, i, with a_i and δ_{l+1} in memory, in m
 bytes, a_i not counted. The loss is stage L. `table_kernels.fill` solves all problems for all numbers of slots, with
 sizes rounded down, so that times are lower bounds. `interval_kernels.descend` builds sequences with memory in exact
-bytes, so that they fit. Times above the best known sequence are never computed: a plan for groups of stages makes the
-first table cheap, and the windows of each table make the next, finer one cheap.
+bytes, so that they fit. Tables leave out times above that of the fastest known sequence: one planned for groups of
+stages makes the first table cheap, and the windows of each table make the next, finer one cheap.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def optimum(chain: Chain, mem_limit: int) -> float:
 
     @cache
     def longer(i: int, last: int, m: int, inside: int) -> float:
-        """Return seconds beyond storing all. `inside` is 1 if a_i is part of ā_i, 0 if it is stored by itself."""
+        """Return the seconds of [i, last] beyond storing it. `inside`: 1 if a_i is in ā_i, 0 if stored by itself."""
         if i > last:
             return 0.0
         if i == length:
@@ -64,26 +64,27 @@ def optimum(chain: Chain, mem_limit: int) -> float:
     return simulate(chain, store_all(chain)).makespan + longer(0, length, mem_limit - chain.input_bytes, 0)
 
 
-# Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence.
+# Number of neighbouring stages that the coarse chain, which is solved first, merges into one. Not measured; larger
+# groups give a slower first sequence.
 _GROUP = 4
 # If a table is too large, slots grow by this factor beyond the estimate. Not measured; too high coarsens needlessly.
 _MARGIN = 1.1
-# Most stages of a chain whose first table has a row for every interval. Not measured; too high costs solve time.
+# Number of stages up to which a chain's first table has a row for every interval. Not measured; more cost solve time.
 _SHORT = 64
-# If so many stages fit into memory, one row per doubling of an interval's length is enough. Chosen after a measurement:
+# If memory can store so many stages, one row per doubling of an interval's length is enough. Chosen by a measurement:
 # for 500 stages, a tenth of the way from the least limit to storing everything, two rows per doubling lower the bound
 # by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %.
 _TIGHT = 128
-# Least slots of a typical checkpoint in the first table: rounded down to 0 slots, it would look free. Not measured.
+# Least number of slots of a typical checkpoint in the first table: rounded down to 0 slots, it would look free.
 _RESOLUTION = 2
-_FINEST = 2**17  # Most slots of the first table. If sizes range from a byte to 10 TB, more cost a minute for nothing.
+_FINEST = 2**17  # Most slots that this may give the first table: if sizes range from a byte to 10 TB, more are useless.
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits of a solve: each table visits at most `pairs` of slots, and has at most `numbers` of eight bytes.
+    """Limits of a solve: a table visits about `pairs` pairs of slots, and has `numbers` 8-byte numbers, at most.
 
-    Once the gap is at most `close`, further tables are also limited by the `work` of `Persistent`.
+    Once the sequence is slower than the best by at most the share `close`, `Persistent.work` also limits tables.
     """
 
     close: float
@@ -100,7 +101,7 @@ THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
 # Pairs of slots that a solve may visit to close a small gap, about a second of one core; a wide gap that hardly falls
 # has the same budget, or that of `work` if higher.
 WORK = 2e9
-_STUCK = 0.9  # The gap hardly falls if a table leaves more than this share of it. Not measured; lower saves seconds
+_STUCK = 0.9  # The gap hardly falls if a table leaves more than this share of it. Not measured; lower saves seconds.
 _NO_GAP = 1e-9  # A smaller gap counts as none: bounds are certified only up to rounding errors of sums
 _HASTY = Effort(close=0.01, pairs=3e9, numbers=2**26)
 BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
@@ -108,10 +109,11 @@ BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """Dynamic program over memory-persistent sequences. Divides memory into at least `slots`, within `effort`.
+    """Dynamic program over memory-persistent sequences: those that drop a checkpoint only at the backward that uses it.
 
-    Once the gap to the lower bound is at most `effort.close`, it visits up to `work` more pairs of slots to close it.
-    While a wider gap hardly falls, it visits up to max(`work`, 2e9). Raises ValueError if `slots` < 1 or `work` < 0.
+    Divides memory into `slots`, then more, within `effort`. Once the gap, makespan / lower bound - 1, is at most
+    `effort.close`, visits up to `work` more pairs of slots to close it; max(`work`, 2e9) while a wider gap hardly
+    falls. Raises ValueError if `slots` < 1 or `work` < 0.
     """
 
     slots: int = 500
@@ -128,7 +130,7 @@ class Persistent:
 
     @within_memory
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
+        """Return the fastest sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
 
         Raises InfeasibleError if none fits, with the least limit (`min_bytes`).
         """
@@ -147,7 +149,7 @@ class Persistent:
 
 
 class Best:
-    """The fastest sequence so far, and the best lower bounds, in seconds."""
+    """The fastest sequence so far, and the highest lower bounds so far, in seconds."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.bound = problem, problem.stored
@@ -177,7 +179,7 @@ class Best:
 
 
 def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float = 0.0) -> Best:
-    """Return the best sequence found with at most `effort` and `work` (`Persistent`).
+    """Return the fastest sequence found with at most `effort` and `work` (`Persistent`), and its lower bound.
 
     Raises InfeasibleError if none fits within `mem_limit`.
     """
@@ -185,7 +187,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
     check_fits("the chain needs", chain.input_bytes + problem.needed, mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
-    if best.makespan == math.inf:  # tables need a known time, and this sequence always fits
+    if best.makespan == math.inf:  # tables need the time of a known sequence, and this one always fits
         best.offer(problem.least_sequence())
     windows, last, stuck = None, 0, False
     left = {False: max(work, WORK), True: work}  # pairs of slots left to visit, by whether the gap is small
@@ -213,7 +215,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
 
 
 def _begin(best: Best, mem_limit: int) -> None:
-    """Offer a plan for groups of stages. It saves time: tables never compute times above the best known plan."""
+    """Offer a plan for groups of stages to `best`: it saves time, as tables leave out times above the best known."""
     chain, size = best.problem.chain, _GROUP
     while best.makespan == math.inf and len(chain) > max(4, size) * size and size > 1:
         groups = even_segments(len(chain), -(-len(chain) // size))
@@ -225,7 +227,7 @@ def _begin(best: Best, mem_limit: int) -> None:
 
 
 def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
-    """Yield, from coarse to exact, the bytes in a slot, whether that is exact, and the intervals with rows."""
+    """Yield, from coarse to exact: bytes in a slot, whether all sizes are whole slots, and the intervals with rows."""
     costs, length = problem.costs, len(problem.chain)
     sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
     unit, exact = next(sizes)
@@ -254,7 +256,7 @@ def common_divisor(*sizes: Ints) -> int:
 
 
 def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[int, bool]]:
-    """Yield bytes in a slot, and whether that is exact, from coarse down to `divisor`, which divides all sizes."""
+    """Yield the bytes in a slot, from coarse to `divisor`, which divides all sizes, and whether that is reached."""
     exact = divisor or max(1, room)
     typical = float(np.median(costs.activation))
     slots = max(slots, min(_FINEST, int(_RESOLUTION * room / typical)) if typical else 0)

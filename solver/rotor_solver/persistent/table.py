@@ -29,14 +29,14 @@ from rotor_solver.watching import watcher
 
 _KERNELS = "rotor_solver.persistent.table_kernels"
 _DESCENT = "rotor_solver.persistent.interval_kernels"
-_PORTIONS = 32  # Progress reports of a table. Not measured; more only report more often.
+_PORTIONS = 32  # Number of progress reports while a table is filled. Not measured; more only report more often.
 # Times up to this multiple of the scale are useful: a margin for rounding, not measured; a larger one costs time.
 _CUT = 1.001
-# Each `blend` of `interval_kernels.estimate` gives one sequence; the best first. Not measured; each costs one descent.
+# For each `blend` of `interval_kernels.estimate`, `descend` builds a sequence; the fastest counts. Not measured.
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25  # Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time.
 _VISITED = 0.25  # Rough share of all pairs of slots that a table visits. Not measured; steers table sizes.
-# The work of laying out a row and of allocating a number, in pairs of slots. Measured roughly, 200 to 500 stages.
+# Pairs of slots that take as long as laying out a row, and as allocating a number. Measured roughly, 200 to 500 stages.
 _PER_ROW, _PER_NUMBER = 4e3, 100.0
 # Seconds of plain Python for a row, for each of its checkpoints, and for a pair of slots. Measured, 20 to 100 stages.
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
@@ -92,7 +92,7 @@ class Table:
         self.costs, self.grid, self.rows, self.size = scaled, grid, rows, size
         self.owner = owner  # [rows] the row whose numbers a row shares; itself if it has its own
         self.windowed = windows is not None  # Then rows bound only plans inside the windows
-        self.values: Any = None  # [size] the numbers: `flat` of the kernels
+        self.values: Any = None  # [size] the times of all rows: `flat` of the kernels
         self.pairs = 0  # Pairs of slots visited
 
     def fill(self) -> None:
@@ -158,7 +158,7 @@ class Table:
         return Windows(*kernels.spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
-        """Return a good sequence within `room` bytes, and its seconds beyond storing everything.
+        """Return the fastest of the sequences found for `room` bytes, and its seconds beyond storing everything.
 
         Returns None and `enough` if it found none below `enough` seconds. `room` must be at least `problem.needed`.
         """

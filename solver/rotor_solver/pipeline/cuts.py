@@ -1,9 +1,9 @@
 """Cut a chain into parts for the ranks: the best cuts with the best sequences, and equal cuts for comparison.
 
 `best_cuts` minimizes the time of the slowest part. With c(s, i, j) the cost of stages i … j - 1 as part s, the least
-bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). Costs are
-expensive, lower bounds are cheap. So the recurrence is solved with lower bounds in place of unknown costs; for the best
-cuts, tighter bounds and at last costs are computed, until cuts with known costs reach the bottleneck's bound (LazySP:
+bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). A cost
+takes a solve, a lower bound hardly any time. So the recurrence is solved with bounds in place of unknown costs; for the
+best cuts, tighter bounds and at last costs are computed, until cuts of known cost reach the bottleneck's bound (LazySP:
 Dellin and Srinivasa, 2016). `equal_cuts` applies one policy to all ranks, as training libraries do: keep everything,
 recompute segments of n stages (Megatron-LM's "uniform"), or only the first n stages of every part (its "block").
 """
@@ -51,7 +51,7 @@ Cost = Callable[[int, int, int], float]  # Cost of stages i … j - 1 as part s,
 
 
 def best_cuts(bounds: Floats, *costs: Cost) -> tuple[list[int], float]:
-    """Return the cuts 0 = c_0 < … < c_S = N with the least bottleneck, and that bottleneck; no cuts if infinite."""
+    """Return the cuts 0 = c_0 < … < c_S = N whose costliest part costs least, and its cost; no cuts if infinite."""
     # The last of `costs` is exact; the others are lower bounds, each more expensive and tighter than the one before.
     lower, known = bounds.copy(), np.full(bounds.shape, np.inf)
     asked = np.zeros(bounds.shape, np.int64)
@@ -106,7 +106,7 @@ def cut_points(chain: Chain, boundaries: Iterable[int] | None) -> list[int]:
     return [0, *(each for each in inner if min(accumulate(reversed(chain.gradient[:each]))) >= 0), length]
 
 
-# Slots for a microbatch's kept memory in quick lower bounds. Not measured; with fewer, more parts are solved.
+# Number of slots of a microbatch's kept bytes in quick lower bounds. Not measured; with fewer, more parts are solved.
 _FEW = 24
 # A part's chain, the bytes for its microbatches (negative if other memory exceeds the part's share), their number in
 # flight, and separate bytes for the running microbatch (0 if a rank has one part).
@@ -114,7 +114,7 @@ _Key = tuple[Chain, int, int, int]
 
 
 class PartCosts:
-    """Costs of parts, by number, first stage and end. Several parts on a rank share its limit."""
+    """Costs of parts, by number, first stage and end; equal parts with equal limits are solved once."""
 
     def __init__(self, chain: Chain, divided: DividedLimits, slots: int) -> None:
         self.chain = chain
@@ -302,7 +302,7 @@ def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
 
 
 def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> InfeasibleError:
-    """Build the error with the least limit that fits, from the exact number of bytes that each part lacks."""
+    """Return the error that names the least limit with a plan, found by how many bytes each possible part lacks."""
     unknown = np.where(np.isfinite(bounds), -float(max(search.divided.limits)), np.inf)
 
     def lacking(part: int, i: int, j: int) -> float:
@@ -336,7 +336,7 @@ def equal_cuts(
     boundaries: Iterable[int] | None = None,
     buffers: bool = False,
 ) -> tuple[EqualCuts, ...]:
-    """Apply every policy to equal cuts of `chain`, with schedule and limits of `plan`, the fastest first.
+    """Return, for equal cuts of `chain`, the plan of every policy, fastest first, by schedule and limits of `plan`.
 
     The other arguments must be those that `plan_pipeline` got, which has checked them.
     """

@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All events in the order in which they begin; by rank, `peaks` in bytes and `busy` seconds of work."""
+    """A simulated step: its events in the order in which they begin; by rank, `peaks` in bytes and `busy` seconds."""
 
     events: tuple[Event, ...]
     peaks: tuple[int, ...]
@@ -87,7 +87,7 @@ class _RankMemory:
 
 
 def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
-    """Simulate a step. Sending takes no time. Raises ValueError if the schedule deadlocks."""
+    """Return the simulated step of a pipeline. Sending takes no time. Raises ValueError if the schedule deadlocks."""
     orders = [schedule.order(rank) for rank in range(schedule.ranks)]
     memory = [_RankMemory(schedule, parts, rank) for rank in range(schedule.ranks)]
     ends: dict[tuple[Kind, int, int], float] = {}
@@ -120,7 +120,7 @@ def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
 
 
 def _needed(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int]]:
-    """Return an action's predecessors; "I" stands for the gradient of the input, whichever backward computes it."""
+    """Return the (kind, part, microbatch) that end before an action begins; "I" stands for "B", too."""
     part, microbatch = action.part, action.microbatch
     if action.kind == "F":
         return [("F", part - 1, microbatch)] if part else []
@@ -139,7 +139,7 @@ def _seconds(action: Action, part: Part) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """Stages `begin` … `end` - 1, on a rank: a chain for one microbatch, and its sequence.
+    """Stages `begin` … `end` - 1, on a rank: their chain and sequence for one microbatch, and how many are in flight.
 
     `fixed_bytes` (parameters, optimizer state, buffers) are always in memory; `left_bytes` (gradients) from the first
     microbatch on; `waiting_bytes` from the backward for the inputs to the backward for the weights, if these are split.
@@ -172,10 +172,10 @@ class Part:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The parts of a chain in order, `limits` in bytes by rank, and a lower bound, None if unknown.
+    """The parts of a chain in order, `limits` in bytes by rank, and a lower bound in seconds, None if unknown.
 
-    No cuts, with memory-persistent sequences within the limits, make the slowest part faster than `lower_bound` seconds
-    a microbatch.
+    Whatever the cuts, if sequences are memory-persistent and stay within the limits, the slowest part takes at least
+    `lower_bound` seconds a microbatch.
     """
 
     schedule: Schedule
@@ -185,20 +185,19 @@ class PipelinePlan:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The first stage of every part except the first part."""
+        """Index of the first stage of every part except the first part."""
         return tuple(part.begin for part in self.parts[1:])
 
     @property
     def slowest_seconds(self) -> float:
-        """Seconds of a microbatch on the slowest rank, recomputation included."""
+        """Seconds that a microbatch takes on the slowest rank, recomputation included."""
         return max(map(self.rank_seconds, range(self.schedule.ranks)))
 
     def parts_of(self, rank: int) -> tuple[Part, ...]:
-        """Return the parts of a rank."""
         return tuple(part for part in self.parts if part.rank == rank)
 
     def rank_seconds(self, rank: int) -> float:
-        """Seconds of a microbatch on a rank, through all of its parts."""
+        """Seconds that a microbatch takes on a rank, through all of its parts."""
         return sum(part.microbatch.seconds for part in self.parts_of(rank))
 
     @cached_property
@@ -225,7 +224,7 @@ def part_of(chain: Chain, begin: int, end: int) -> Chain:
 
 
 def with_weights_put_off(part: Chain) -> Chain:
-    """Return the part with backwards for the inputs only; the data for the weights' backwards stays in memory.
+    """Return `part` with backwards for the inputs only; what the postponed backwards for the weights read is kept.
 
     That data (everything that the stages save, their inputs, and the gradients of their outputs) counts as gradients
     that each backward adds. A runtime that keeps less data needs less memory.
@@ -240,7 +239,7 @@ def with_weights_put_off(part: Chain) -> Chain:
 
 @dataclass(frozen=True)
 class DividedLimits:
-    """Limits of parts: `limits` in bytes by rank, `fixed` in bytes by stage; `buffers` counts communication buffers.
+    """Each part's share of `limits`, in bytes by rank. `fixed` is bytes by stage; `buffers`: whether to count buffers.
 
     If a rank has several parts, its limit is divided. Each part gets the fixed bytes of an average part. Of the rest, a
     share `working` is for the running microbatch, whichever part it runs through; the parts divide the remaining bytes
@@ -258,7 +257,7 @@ class DividedLimits:
         return in_flight(self.schedule)
 
     def room(self, number: int, more: int = 0) -> int:
-        """Return bytes for the running microbatch beyond all kept bytes; `more` is added to the limit."""
+        """Return the bytes that part `number` may use for the running microbatch; `more` is added to the limit."""
         return int(self.working * self._free(number, more))
 
     def share(self, number: int, more: int = 0) -> int:

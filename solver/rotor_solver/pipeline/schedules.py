@@ -1,4 +1,4 @@
-"""The order of microbatches on every rank of a pipeline, by schedule, and the resulting microbatches in flight.
+"""The order of forwards and backwards on every rank of a pipeline, by schedule, and how many microbatches it keeps.
 
 The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13): GPipe (Huang et al., 2019), 1F1B
 (Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021), interleaved 1F1B (arXiv 2104.04473), and
@@ -16,7 +16,7 @@ from typing import Literal
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import InvalidValueError, check_count, check_type
 
-# Forward, whole backward, backward for the inputs only, backward for the weights only: torch's letters.
+# torch's letters for forward, whole backward, backward for the inputs only, and backward for the weights only
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -65,7 +65,6 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the chain."""
         return self.ranks * self.virtual_stages
 
     @property
@@ -74,7 +73,6 @@ class Schedule:
         return max(1, self.microbatches // self.ranks)
 
     def rank_of(self, part: int) -> int:
-        """Return the rank of a part."""
         return part % self.ranks
 
     def order(self, rank: int) -> list[Action]:
@@ -146,7 +144,7 @@ class InFlight:
 
 
 def in_flight(schedule: Schedule) -> list[InFlight]:
-    """Return the microbatches in flight for every part of the chain, counted along each rank's order of actions."""
+    """Return, for every part of the chain, the most microbatches in flight, counted along its rank's actions."""
     found = [InFlight(1)] * schedule.parts
     for rank in range(schedule.ranks):
         forwards: Counter[int] = Counter()

@@ -141,9 +141,9 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
     return kept
 
 
-# Most numbers in one table (160 MB), else slots get larger. Not measured; fewer make sequences slower.
+# Upper bound of a table's 8-byte numbers (160 MB), else slots get larger. Not measured; fewer make sequences slower.
 _NUMBERS = 2e7
-# Most pairs of slots to visit in one table, about half a second. Not measured; too low makes sequences slower.
+# Upper bound of the pairs of slots that a table visits, half a second. Not measured; too low makes sequences slower.
 _PAIRS = 3e8
 
 
@@ -175,7 +175,7 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
     costs = costs_of(chain)
     unit, exact = _unit(costs, mem_limit, count, slots)
     table = _Table(costs, mem_limit, count, unit, up=True)
-    # With few slots, the table may miss the sequences that fit.
+    # With few slots, the table may have none of the sequences that fit.
     sequence = table.sequence() or fallback
     assert fits(chain, sequence, mem_limit, count)
     made = simulate(chain, sequence).makespan
@@ -218,7 +218,7 @@ class _Table:
         self.again = np.full((2, length, length, self.limit + 1), np.inf)
         self._arguments = (self.again, costs, self.taken, self.activation, unit, self.offset)
         kernels.fill(self._arguments)
-        # Slots that stages may free beyond the slots they save, each by the option that frees most.
+        # Number of slots by which stages may free more than they save, each by the option that frees most.
         self._below = sum(int(max(0, -self.taken[:, low:high].min())) for low, high in pairwise(costs.first.tolist()))
         extra, kept = kernels.best_kept(self._arguments, count, self._below)
         self.extra, self._kept = float(extra), int(kept)
