@@ -28,9 +28,9 @@ _TABLES = frozenset(vars(nn.Module()))
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _MISSING = object()
 
-# Per module that has run, the attributes that a run changed from one value to another.
+# By module that has run, the names of attributes that a run changed from one value to another.
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-# Per module that has run, the tensor attributes that a run wrote into.
+# By module that has run, the names of attributes with tensors that a run wrote into.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
@@ -104,7 +104,7 @@ class Attributes:
     def after_run(self) -> Callable[[], list[Change]]:
         """Return a function that lists the changes since the snapshot, for a recomputation.
 
-        Frees the copies of tensors that no run has written into. Raises RuntimeError like `changes`.
+        Frees copies of tensors that no run since the snapshot wrote into. Raises RuntimeError like `changes`.
         """
         written = {(change.module, change.name) for change in self.changes() if change.values is not None}
         before = [

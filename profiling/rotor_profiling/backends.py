@@ -24,7 +24,7 @@ from rotor_solver.described_error import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class Storages:
-    """Keys and bytes of a device's storages; its allocator rounds sizes up to a multiple of `block`."""
+    """Tells a device type's storages apart, and counts their bytes, which its allocator rounds up to whole `block`s."""
 
     block: int
     fake: bool = False  # A fake storage has no data address: its key is the address of its C++ object
@@ -158,7 +158,7 @@ def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
 
     PyTorch allocates the workspaces of cuBLAS and cuBLASLt at each thread's first use (`getCurrentCUDABlasHandle` and
     `getCUDABlasLtWorkspace` in aten/src/ATen/cuda), also in the engine's thread. With cached measurements, no backward
-    runs before planning, so that plans missed these bytes: 1 MiB on an H200 with torch 2.11.
+    runs before planning, so that plans would miss these bytes: 1 MiB on an H200 with torch 2.11.
     """
     if device.type == "cuda" and prediction() is None and any(each.dim() == 2 for each in model.parameters()):
         _allocate(device, torch.cuda.current_stream(device).cuda_stream)

@@ -23,7 +23,7 @@ from rotor_profiling.torch_compat import TorchDispatchMode, engine_run_backward
 
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = engine_run_backward.__code__
-# Files of stack frames between dispatch modes, which disable TorchDynamo or call the next mode.
+# Files of torch on the stack between two dispatch modes: their functions disable TorchDynamo or call the next mode.
 _BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_ops.py")
 
 

@@ -80,7 +80,7 @@ def spread(samples: list[float]) -> float:
 
 
 def several_processes() -> bool:
-    """Return whether several processes train together: all must repeat a run equally often, as collectives wait."""
+    """Return whether several processes train together: as collectives wait for all, all must run equally often."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

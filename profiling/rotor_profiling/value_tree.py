@@ -27,8 +27,8 @@ _CONTAINERS = (dict, list, tuple)
 # Builtin classes from which a class may derive to be opened: their instances consist of items and attributes only
 _BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
 _ITEMS = ""  # Key of a container's items in `parts_of`, beside the names of its attributes
-# Most objects opened in a value, and most levels of nested objects. Guesses: enough for a batch of graphs, and few
-# enough to end the search of an object that refers to the whole program.
+# Upper bounds of the objects opened in a value, and of levels of nested objects. Guesses: enough for a batch of graphs,
+# and few enough to end the search of an object that refers to the whole program.
 _MOST, _DEEPEST = 10_000, 16
 _HEAP = 1 << 9  # Flag `Py_TPFLAGS_HEAPTYPE` of Python's type objects: created by a class statement
 

@@ -41,7 +41,7 @@ class Option:
 
     @property
     def backward_temp_of_replay(self) -> int:
-        """Scratch bytes of a backward whose forward ran after the loss."""
+        """Scratch bytes of a backward whose forward ran after the loss, as a recomputation."""
         return self.backward_temp if self.replay_temp is None else self.replay_temp
 
 
@@ -331,9 +331,9 @@ class Chain:
         The first number is for an a_i that is stored by itself. The second is for an a_i that the previous stage saved
         as a part of its ā_i: then only bytes that neither stage's backward needs are freed.
         """
-        found = [(0, 0)] if self.stages else []  # a_0 belongs to the caller
+        found = [(0, 0)] if self.stages else []  # a_0 belongs to the caller, who may keep it
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
-            # It is unknown which bytes each of the two stages does not need: assume the least possible overlap.
+            # It is unknown which bytes each of the two backwards does not need: assume the least possible overlap.
             inside = max(0, stage.input_released + before.output_released - before.activation)
             found.append((stage.input_released, inside))
         return tuple(found)

@@ -1,4 +1,4 @@
-"""Find the best sequence with floating checkpoints, which may be dropped before the backward of their stage.
+"""Find the fastest sequence with floating checkpoints, which may be dropped before the backward of their stage.
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
 ≤ t ≤ l: with a_s and δ_{l+1} in memory, run the backwards of stages l … t in M bytes, a_s counted; afterwards a_s is
@@ -156,7 +156,7 @@ class _Problem:
         return 0 if column > self.length else int(self.costs.activation[s])
 
     def _options(self, s: int, column: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each option of stage s: its number, index into `costs`, bytes that Fe_s and B_s need, and keep."""
+        """Yield for each option of stage s: number, index into `costs`, bytes that Fe_s and B_s need, and keep."""
         costs, inside = self.costs, int(column > self.length)
         own, row = self._own(s, column), int(last < self.length)
         for k in range(int(costs.first[s]), int(costs.first[s + 1])):

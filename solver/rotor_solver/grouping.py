@@ -38,7 +38,7 @@ def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
     """Return a lower bound in seconds of persistent sequences within `mem_limit` bytes; storing all takes `stored`.
 
     A stage that is not in memory when the loss runs is recomputed at least once. Which stages to store is a knapsack
-    problem: taken in the order of seconds saved per byte, the last one in part, they save at least as much as any set.
+    problem: by seconds saved per byte, the last one in part, they save at least as much as any set of stages that fits.
     """
     seconds, room = stored, float(mem_limit - chain.input_bytes - chain.activation[-1] - chain.loss_temp)
     items: list[tuple[float, float]] = []  # Seconds that storing a stage saves, and the bytes that it takes

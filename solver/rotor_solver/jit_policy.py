@@ -1,8 +1,8 @@
 """Compile the solver's kernels, and choose between compiled kernels and plain Python, with bit-identical results.
 
 Compiling takes 10 to 20 seconds, once on a machine; plain Python plans twenty stages in less. Work runs in plain Python
-until its total reaches `_COMPILING` seconds: so much work makes enough further work likely for compiling to pay (as in
-the rent-or-buy problem). The decision uses estimated seconds, not clocks, so that every run decides alike.
+until its total reaches `_COMPILING` seconds, or `_IMPORTING` if compiled kernels are on disk: so much work makes enough
+further work likely (as in the rent-or-buy problem). Seconds are estimated, not timed, so that every run decides alike.
 
 Import kernel files through `kernels_for` only: any other import loads Numba, which takes time. Numba's disk cache
 notices changes only of a kernel's own file, so a kernel uses only kernels and constants of its own file. Call a kernel
@@ -29,7 +29,7 @@ _plain: ContextVar[bool] = ContextVar("rotor_solver.plain", default=False)
 
 
 def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Decorate a kernel to be compiled at its first call, and cached on disk. In plain Python, `plain` replaces it.
+    """Decorate a kernel to be compiled at its first call, and cached on disk. Plain Python calls `plain`, if given.
 
     No `fastmath`: lower bounds are certified up to rounding errors, so sums must not be rearranged. Kernels release the
     GIL, and run on one core: Numba's threads would change the number of threads that PyTorch sums with.

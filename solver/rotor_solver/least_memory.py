@@ -102,7 +102,7 @@ def _check_need(activation: Ints, scratch: Ints) -> Ints:
 
 
 def least_memory(costs: Costs) -> Ints:
-    """Return the least memory in which [i, l] can run backward: [2, L+1, L+1] bytes, by (state, i, l)."""
+    """Return the least bytes in which the backwards of stages l … i can run: [2, L+1, L+1], by (state, i, l)."""
     length = len(costs.activation) - 1
     kernels, _ = kernels_for("rotor_solver.persistent.interval_kernels", 1e-5 * length**2)
     found: Ints = kernels.least_memory(costs)
@@ -130,7 +130,7 @@ Choose = Callable[[int, int, int], int]
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:
-    """Return the operations of a chain of `length` stages, calling `choose` for intervals in running order."""
+    """Return the operations of a chain of `length` stages. `choose` is called for each interval, in running order."""
     operations: list[Operation] = []
     pending: list[tuple[int, int, int] | Operation] = [(0, 0, length)]
     while pending:

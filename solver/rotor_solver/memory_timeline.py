@@ -29,7 +29,7 @@ class Moment:
 
     `inputs[i]` are the bytes of an a_i stored by itself; `attached[i]` are the bytes of the ā_i that stage i - 1 keeps
     for its backward. `output` is the bytes of the chain's output if only the caller holds it, else 0. `gradients` is
-    those of the present gradients, δ_i and of parameters. The sum is `after`; `during` is the operation's peak.
+    the bytes of δ_i and of parameters' gradients. All add up to `after`; `during` is the peak of the operation.
     """
 
     operation: Operation

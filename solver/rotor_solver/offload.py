@@ -1,9 +1,9 @@
 """Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a certified bound.
 
-For a price λ in seconds per moved byte, the persistent program solves the chain in which moved bytes take memory only
-in their own forward and backward (`priced`); no timetable of copies needs less. Each sequence found gets a timetable
-that fits, and is simulated; the fastest wins. Two variations are tried: lower limits, as copies in progress take
-memory; and stages that may only move their most, or their fewest, bytes, as a price ignores that copies queue.
+For a price λ in seconds per moved byte, `Persistent` solves the chain in which moved bytes take memory only in their
+own forward and backward (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits,
+and is simulated; the fastest wins. Two variations are tried: lower limits, as copies in progress take memory; and
+stages that may only move their most, or their fewest, bytes, as a price does not count that copies wait in a queue.
 
 The bound (`lower_bound`): let C₁ be the compute seconds of a sequence up to the loss, C₂ those after it, and M the
 bytes that it moves, out before and back after the loss (Note [Moves] at `sequence.Moves`). With β bytes a second,
@@ -171,7 +171,7 @@ class _Search:
     link: Link
     slots: int
     best: tuple[Sequence, Moves, float] | None = None
-    bound: float = 0.0  # Seconds; certified
+    bound: float = 0.0  # Lower bound in seconds, proven
 
     def explore(self, chain: Chain, room: int) -> None:
         """Solve `chain` for the prices near the lowest point of the bound, with `room` bytes left for copies."""
@@ -196,7 +196,7 @@ class _Search:
                 prices += _price_between(known, moved, [each for each, _ in found])
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
-        """Keep `sequence` if it is the fastest. Return the bytes that it may move, and its seconds without copies."""
+        """Keep `sequence` if it is the fastest so far. Return the bytes it may move, and its seconds without copies."""
         # Equal stages cost the same at any price; a timetable prefers early ones, whose copies have the most time.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
             moves = plan_moves(self.chain, each, self.link, self.limit)

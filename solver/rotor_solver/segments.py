@@ -77,7 +77,7 @@ def least_sequence(costs: Costs, least: Ints) -> Sequence:
 
 @within_memory
 def min_bytes(chain: Chain) -> int:
-    """Return the least limit in bytes with a memory-persistent sequence, a_0 counted.
+    """Return the least limit in bytes within which a memory-persistent sequence fits, the chain's input included.
 
     Exact for up to 2,500 stages. Longer chains are planned in 400 groups of stages, which may need a higher limit.
     """

@@ -80,7 +80,7 @@ class Moves:
     3. `wait_out[position]` are the stages whose copy out must be over before the operation begins. Every stage that
        moves is listed once, no later than at the first operation after the loss. So all copies out are over then.
     4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after its
-       waits; always after the loss. Its bytes are in memory from here on, even if the copy has to wait for others.
+       waits; always after the loss. The stage's bytes count from here on, even if its copy has to wait for others.
     5. The backward of a stage waits for its copy back.
 
     So the peak memory depends only on the positions of waits and fetches; the speed of copies changes only the time.
@@ -110,7 +110,7 @@ class Sequence(collections.abc.Sequence[Operation]):
     `algorithm` names the algorithm that found the sequence. No sequence that drops checkpoints only at the backward
     that uses them is faster within the same limit than `lower_bound` seconds; None if unknown. `moves` has the copies
     of offloading; None without any. `beside` has the sequences of further forwards in flight, in order; empty if all
-    use this one. Then `lower_bound` is an equal share of their bound. Raises ValueError if an item is no operation.
+    use this one. With several, `lower_bound` is each one's equal share. Raises ValueError if an item is no operation.
     """
 
     operations: tuple[Operation, ...]

@@ -16,7 +16,7 @@ from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, Forward
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Seconds of a step (`makespan`), its peak, and the bytes during and after each operation; the input counts."""
+    """Seconds of a step (`makespan`), its peak, and bytes during and after each operation, chain input included."""
 
     makespan: float
     peak: int
@@ -72,7 +72,7 @@ class Machine:
         self.plain: dict[int, int] = {}  # Bytes of every a_i that is stored by itself, not inside an ā_i
         self.attached: dict[int, _Attached] = {}
         self.deltas: set[int] = set()
-        # What holds the first a_L: "none" yet, then "plain" (by itself) or "attached" (inside ā_L), at last "caller".
+        # What holds the first a_L: at first "none", then "plain" (a_L) or "attached" (ā_L), at last only "caller".
         self.output = "none"
         # By stage, the position of its last forward. From then on, only the stage's backward reads the stage's input.
         self.last_forward = {

@@ -101,7 +101,7 @@ class MovesSimulation:
 
 
 def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -> MovesSimulation:
-    """Run `sequence` on `chain` with `moves` over `link`. Equals `simulate` if nothing moves.
+    """Return the time and memory of `sequence` on `chain` with the copies `moves` over `link`, as `simulate` does.
 
     Raises ValueError for a sequence that is not valid, and for moves that break a rule of Note [Moves].
     """

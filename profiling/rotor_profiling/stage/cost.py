@@ -282,8 +282,8 @@ def _run_with_own_graph(
     """Run with a graph of its own, as in a recomputation. Phases: "attach", "gradient", "release output", "replay".
 
     Returns storage bytes of each input tensor's gradient, indices of parameters whose gradients are views, and two
-    numbers of bytes of the input: those to whose storages the graph with its output does not refer, and those that it
-    does not refer to once the output is released.
+    sums of bytes of input tensors: of those to whose storages neither the graph nor its output refers, and of those to
+    which only the output refers.
     """
     # Storages in `value` that the chain does not count as input.
     owned = frozenset(() if storage_bytes(tensors_in(value)) == context.input_bytes else context.owned)

@@ -84,9 +84,9 @@ def time_ways(
 ) -> tuple[StageRun, Any]:
     """Time one run of a stage on `value` in all modes; return it, and with `hand_on`, the output without a graph.
 
-    Modes are timed in direct succession, because a busy machine varies from moment to moment by more than they differ.
-    With `again`, also times a run as a node, by `as_node`. Without `as_node`, times only the node's forward and
-    recomputation, and adds the first mode's backward.
+    Modes are timed in direct succession, as the speed of a busy machine varies from moment to moment by more than they
+    differ. With `again`, also times a run as an autograd node, by `as_node`. Without `as_node`, times only the node's
+    forward and recomputation, and adds the first mode's backward.
     """
     origin, output, laps = torch.empty(0, requires_grad=True), None, _Laps(watch)
 

@@ -48,7 +48,7 @@ class HasKind(ABC):
 def stage_signature(function: Callable[..., Any], value: Any) -> Hashable:
     """Return a key that is equal for stages that cost the same on `value`.
 
-    An object that cannot be compared gets a unique key: a needless measurement is better than a missing one.
+    An object that cannot be compared gets a unique key: its stage is then measured, even if that is needless.
     """
     if not isinstance(function, nn.Module):
         return Unlike(id(function)), value_signature(value)  # other callables cannot be compared
