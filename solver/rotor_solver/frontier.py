@@ -104,10 +104,10 @@ class Frontier:
 
 @within_memory
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
-    """Find the fastest sequence at every limit, from the least limit that any sequence fits to storing everything.
+    """Find the fastest sequence at every limit, from the least limit with a sequence to that of storing everything.
 
-    With `limits` in bytes, plans for these only, and leaves out those that no sequence fits. Memory is divided into
-    about `slots`; without `limits`, hardly more limits than that are tried. Raises ValueError if a limit is not a
+    With `limits` in bytes, plans for these only, and leaves out those too small for any sequence. Memory is divided
+    into about `slots`; without `limits`, hardly more limits than that are tried. Raises ValueError if a limit is not a
     number of bytes, or if `slots` < 1.
     """
     check_chain(chain)

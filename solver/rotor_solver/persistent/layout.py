@@ -107,10 +107,10 @@ class Rows(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Memory of each interval in useful plans: three arrays [nodes, L+1], by first node and last stage.
+    """Memory of each interval in plans that may beat the best known: arrays [nodes, L+1], by first node and last stage.
 
-    A useful plan has `low` to `high` bytes for the interval, and takes at least `outside` seconds outside of it, which
-    is infinite if no useful plan has the interval.
+    Such a plan has `low` to `high` bytes for the interval, and takes at least `outside` seconds outside of it, which
+    is infinite if no such plan has the interval.
     """
 
     low: Ints
@@ -329,7 +329,7 @@ class Problem:
 
     @property
     def needed(self) -> int:
-        """Least bytes, a_0 not counted, in which any memory-persistent sequence fits."""
+        """Least bytes, a_0 not counted, in which there is a memory-persistent sequence."""
         return int(self.least[0, 0, len(self.chain)])
 
     def least_sequence(self) -> Sequence:

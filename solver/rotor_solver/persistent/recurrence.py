@@ -75,9 +75,9 @@ _SHORT = 64
 # for 500 stages, a tenth of the way from the least limit to storing everything, two rows per doubling lower the bound
 # by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %.
 _TIGHT = 128
-# Least number of slots of a typical checkpoint in the first table: rounded down to 0 slots, it would look free.
+# Least number of slots of a typical checkpoint in the first table: with 0 slots, it would look free. Not measured.
 _RESOLUTION = 2
-_FINEST = 2**17  # Most slots that this may give the first table: if sizes range from a byte to 10 TB, more are useless.
+_FINEST = 2**17  # Most slots that `_RESOLUTION` may ask for. If sizes range from a byte to 10 TB, more are useless.
 
 
 @dataclass(frozen=True, slots=True)

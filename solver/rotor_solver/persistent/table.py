@@ -43,7 +43,7 @@ _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
 
 
 class Table:
-    """The table for `room` bytes, of plans up to `scale` seconds longer than storing everything. Empty until `fill`."""
+    """Table of plans in `room` bytes or less, up to `scale` seconds longer than storing all. `fill` computes it."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Table:
                 progress(done, total, what)
 
     def lower_bound(self, room: int) -> float:
-        """Return seconds, at most `scale`, by which any persistent plan in `room` bytes is slower than storing all."""
+        """Return the least seconds, up to `scale`, by which plans in `room` bytes are slower than storing all."""
         return self._read(0, -(-(room - int(self.grid.offset[0])) // self.grid.unit))
 
     def later(self) -> Floats:

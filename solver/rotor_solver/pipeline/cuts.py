@@ -211,10 +211,10 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Cut `chain` into parts for `ranks`, with a sequence for each, so that the slowest is as fast as possible.
 
-    `chain` is for one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are the
-    bytes of every stage in memory throughout the step: parameters, gradients, optimizer state. `boundaries` are the
-    stages at which a part may begin; defaults to all. `virtual_stages` are the parts on each rank; defaults to two for
-    an interleaved schedule. With `buffers`, the communication buffers of torch.distributed.pipelining are counted.
+    `chain` is for one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are each
+    stage's bytes in memory throughout the step: parameters, optimizer state, and gradients that `chain` does not count.
+    `boundaries` are the stages at which a part may begin (default: all), `virtual_stages` the number of parts on each
+    rank (default: two if interleaved). With `buffers`, communication buffers of torch.distributed.pipelining count.
 
     The cuts are optimal: no others make the slowest part faster, if each part uses its fastest memory-persistent
     sequence with kept bytes rounded up to `slots`. `lower_bound` holds for all cuts and sequences, without rounding. If

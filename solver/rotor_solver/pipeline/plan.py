@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step: its events in the order in which they begin; by rank, `peaks` in bytes and `busy` seconds."""
+    """A simulated step: events in the order in which they begin; by rank, `peaks` in bytes and seconds at work."""
 
     events: tuple[Event, ...]
     peaks: tuple[int, ...]
@@ -141,8 +141,8 @@ def _seconds(action: Action, part: Part) -> float:
 class Part:
     """Stages `begin` … `end` - 1, on a rank: their chain and sequence for one microbatch, and how many are in flight.
 
-    `fixed_bytes` (parameters, optimizer state, buffers) are always in memory; `left_bytes` (gradients) from the first
-    microbatch on; `waiting_bytes` from the backward for the inputs to the backward for the weights, if these are split.
+    `fixed_bytes` (`fixed` of `plan_pipeline`, communication buffers) are always in memory; `left_bytes` (gradients that
+    `chain` counts) after the first backward; `waiting_bytes` from a backward for the inputs to that for the weights.
     """
 
     rank: int
