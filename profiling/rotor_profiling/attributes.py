@@ -114,7 +114,7 @@ class Attributes:
         return lambda: [change for each in before for change, _ in _differences(*each)]
 
     def put_back(self, *, caches: bool = True) -> None:
-        """Restore all attributes.
+        """Restore all attributes to the snapshot.
 
         Without `caches`, keeps caches: attributes that were missing or None before and that no run changed again.
         """

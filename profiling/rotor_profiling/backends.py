@@ -95,7 +95,7 @@ def using(prediction: Prediction) -> Iterator[None]:
 
 
 def prediction() -> Prediction | None:
-    """Return the active prediction; None while measuring."""
+    """Return the prediction of the enclosing `using`; None if devices are measured."""
     return _prediction.get()
 
 

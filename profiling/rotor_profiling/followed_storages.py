@@ -34,7 +34,7 @@ class AddedGradients:
     """
 
     def __init__(self) -> None:
-        # Key of the last node that ran; not the node itself, which would keep its tensors alive
+        # Name and sequence number of the last node that ran; not the node itself, which would keep its tensors alive
         self._node: tuple[str, int] | None = None
         # ids of tensors made since that node began: intermediates of its formula, not gradients that wait for a sum
         self._made: set[int] = set()
@@ -197,7 +197,7 @@ class FollowedStorages(TorchDispatchMode):
             self.freed(number)
 
 
-# Returns the temporary bytes of an operator's kernel, given (operator, arguments, keyword arguments, result)
+# A function of (operator, arguments, keyword arguments, result) that returns the temporary bytes of the kernel
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 
 

@@ -24,7 +24,7 @@ class UnusableLossError(DescribedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """Cost of a loss: `temp_bytes` while it runs; until the step ends, value and first gradient are `kept_bytes`."""
+    """Cost of a loss: `temp_bytes` are in memory while it runs; its value and first gradient (`kept_bytes`) stay."""
 
     seconds: float
     temp_bytes: int

@@ -18,12 +18,12 @@ import torch
 
 from rotor_profiling import torch_compat
 
-MARK = "rotor_profiling.mark:"  # Begins the names of the events that mark phases
+MARK = "rotor_profiling.mark:"  # Prefix of the names of profiler events that begin phases
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Memory of one phase in bytes, relative to the start of the meter."""
+    """Bytes held at a phase's start, at most during it, and at its end, beyond those at the start of the meter."""
 
     start: int
     peak: int
@@ -31,12 +31,12 @@ class Phase:
 
     @property
     def rise(self) -> int:
-        """Most bytes held at once, above the start of the phase."""
+        """Most bytes held at once in the phase, beyond those at its start."""
         return self.peak - self.start
 
     @property
     def kept(self) -> int:
-        """Bytes held at the end of the phase, above its start."""
+        """Bytes held at the end of the phase, beyond those at its start."""
         return self.end - self.start
 
 

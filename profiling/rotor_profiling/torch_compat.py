@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # names whose types mypy needs
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec, tree_flatten
 
-# Path in torch of each name
+# By name in this module, the path in torch
 NAMES = {
     "AotAutograd": "torch._dynamo.backends.common.AotAutograd",
     "AutoDispatchBelowAutograd": "torch._C._AutoDispatchBelowAutograd",

@@ -60,7 +60,7 @@ _R = TypeVar("_R")
 
 
 def within_memory(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a solver function to raise InvalidStateError, with a remedy, in place of MemoryError."""
+    """Decorate a solver function to raise InvalidStateError, which says what to do, in place of MemoryError."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -105,7 +105,7 @@ def is_number(value: Any, kind: type = Real) -> bool:
 
 
 def check_type(value: Any, wanted: type, name: str, remedy: str) -> None:
-    """Raise InvalidTypeError, with the `remedy` at its end, unless `value` is of the type `wanted`."""
+    """Raise InvalidTypeError, whose message ends with `remedy`, unless `value` is of the type `wanted`."""
     if not isinstance(value, wanted):
         raise _wrong_type(value, wanted.__name__, name, remedy)
 

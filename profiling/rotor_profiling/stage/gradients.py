@@ -27,7 +27,7 @@ _Maker = Callable[[], torch.Tensor]
 
 
 def leaves_of(value: Any) -> Any:
-    """Replace every tensor in `value` by a leaf over the same memory, with the same `requires_grad`."""
+    """Return `value` with every tensor replaced by a leaf over the same memory, with the same `requires_grad`."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 

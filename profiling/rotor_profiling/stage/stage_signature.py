@@ -20,7 +20,7 @@ from rotor_profiling.value_tree import tree_flatten
 
 # Tables of hooks that a training step never calls; `fully_shard` fills some.
 _OF_NO_STEP = re.compile("_(load_)?state_dict_.*hooks")
-# Tables of options of hooks, by the table of these hooks: options without hooks do not matter.
+# Tables of hooks' options, each with the table of the hooks that have them: without hooks, options do not matter.
 _OF_HOOKS = {"_forward_pre_hooks_with_kwargs": "_forward_pre_hooks", "_forward_hooks_with_kwargs": "_forward_hooks"}
 # Prefix of attributes in which `fully_shard` keeps a module's state. A stage is measured with whole parameters and
 # without these hooks, so it costs the same however it is sharded.
@@ -35,7 +35,7 @@ class Unlike:
 
 
 class HasKind(ABC):
-    """A module that defines its own signature, as only its generator knows which modules compute the same."""
+    """Base class of modules that define their own signature, as only their generator knows which compute the same."""
 
     @abstractmethod
     def kind(self, value: Any) -> Hashable:

@@ -107,7 +107,7 @@ def descend(
     sequence takes more than `enough`.
     """
     length = len(grid.band)
-    choices = np.empty(4 * length + 16, np.int64)  # grows below: the number of splits is unknown
+    choices = np.empty(4 * length + 16, np.int64)  # doubled below when it is full, as the number of choices is unknown
     # [pending, 4] pending intervals: state, i, l, and bytes. They are disjoint, so there are hardly more than stages.
     stack = np.empty((2 * length + 16, 4), np.int64)
     count, depth, seconds = 0, 1, 0.0

@@ -158,7 +158,7 @@ class Table:
         return Windows(*kernels.spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
-        """Return the fastest of the sequences found for `room` bytes, and its seconds beyond storing everything.
+        """Return the fastest sequence found for `room` bytes, and how many seconds longer it takes than storing all.
 
         Returns None and `enough` if it found none below `enough` seconds. `room` must be at least `problem.needed`.
         """

@@ -60,7 +60,7 @@ import numpy as np
 from rotor_solver.jit_policy import compiled
 
 INFINITE = np.int64(2**62)  # Bytes; more than the lower end of any window
-STEP = 16  # Slots that share one bound of a sum (`least_of_both`). Not measured; a wrong value only costs time.
+STEP = 16  # Number of slots with one bound of a sum (`least_of_both`). Not measured; a wrong value only costs time.
 
 
 @compiled()
@@ -165,7 +165,7 @@ def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: 
 def split(
     flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, seconds: float
 ) -> None:
-    """Lower the times low … high-1 of `row` by a checkpoint, which leaves `shift` slots less for its row `right`."""
+    """Lower slots low … high-1 of `row` to the times with a checkpoint, which leaves `shift` slots less for `right`."""
     out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
     left_final, right_final = rows.final[left], rows.final[right]
     both, one = ends_of_parts(rows, left, right, shift, low, high)
@@ -180,7 +180,7 @@ def split(
 
 @compiled()
 def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
-    """Lower the times of the row (s, last) by running its stage by option k, with a graph: Fe_i, [i+1, last], B_i."""
+    """Lower the row (s, last) to the times of running its stage by option k, with a graph: Fe_i, [i+1, last], B_i."""
     i, state, seconds = grid.stage[s], grid.state[s], costs.extra[k]
     out, high = rows.position[row], rows.high[row]
     low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
@@ -201,7 +201,7 @@ def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int,
 
 @compiled()
 def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
-    """Lower the times of the row (s, last) by all checkpoints; return the number of pairs of slots visited."""
+    """Lower the row (s, last) to the times with the best checkpoint; return the number of pairs of slots visited."""
     i, offset, begin, high = grid.stage[s], grid.offset[s], rows.begin[row], rows.high[row]
     lefts, rights, needs, pairs = grid.row[s], grid.after[last], costs.check_need[i], 0
     for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
@@ -217,7 +217,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
         shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
         low = max(begin, rows.begin[left], rows.begin[right] + shift)
         low = max(low, slot_of(grid.base[last] + needs[j], grid.unit, offset))
-        # Known times never increase with slots: if the forwards alone take as long as slot `low`, no slot gains.
+        # Times never increase from slot to slot: if the forwards alone take as long as slot `low`, no slot gets faster.
         if low < high and floor < flat[rows.position[row] + low]:
             pairs += high - low
             split(flat, rows, row, left, right, shift, low, high, costs.split[j] - costs.run[i])
@@ -285,7 +285,7 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
             row = row_of_length(grid, s, distance)
             if row >= 0 and owner[row] == row:
                 pairs += fill_row(flat, rows, costs, grid, s, row, grid.last[row])
-        for s in range(len(grid.stage) - 1):  # sharers copy `begin` and `final`; all else was shared from the start
+        for s in range(len(grid.stage) - 1):  # rows with another owner copy `begin` and `final`; they share the rest
             row = row_of_length(grid, s, distance)
             if row >= 0:
                 rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
@@ -315,8 +315,8 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
 
         out(0, L, all) = 0
         out(i+1, l, m - taken_k) ≤ out(i, l, m) + extra_k
-        out(j, l, m - |a_j|)     ≤ out(i, l, m) + run_j - run_i + Opt(i, j-1, m)
-        out(i, j-1, m)           ≤ out(i, l, m) + run_j - run_i + Opt(j, l, m - |a_j|)
+        out(j, l, m - |a_j|)     ≤ out(i, l, m) + split_j - run_i + Opt(i, j-1, m)
+        out(i, j-1, m)           ≤ out(i, l, m) + split_j - run_i + Opt(j, l, m - |a_j|)
 
     under the conditions of `fill`. Slot rows.high of a row stands for all slots from there on.
     """
@@ -326,7 +326,7 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
     low, high, outside = np.zeros(count, np.int64), np.zeros(count, np.int64), np.full(count, np.inf)
     loss = count - 1
     low[loss], high[loss], outside[loss] = rows.begin[loss], rows.high[loss] + 1, 0
-    needed = np.zeros(count, np.bool_)  # [rows] whether a plan can have the row's interval at all
+    needed = np.zeros(count, np.bool_)  # [rows] whether a plan within `cut` can have the row's interval
     needed[tail] = True
     out[rows.position[tail] + min(grid.width - 1, rows.high[tail])] = 0
     for s in range(len(grid.stage) - 1):
