@@ -43,7 +43,7 @@ def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 # Ctrl-C may interrupt any instruction, even of code that undoes a change. So before a change, the function that
-# undoes it is put into a list. An enclosing context calls those that an interrupted one left. Two calls are harmless.
+# undoes it is put into a list. An enclosing context calls those that an interrupted one left; two calls do no harm.
 
 Undoing = list[Callable[[], object]]
 

@@ -182,7 +182,7 @@ def _step(twin: torch.optim.Optimizer) -> None:
     with _Touched(parameters) as touched:
         if closure is None or closure.default is not closure.empty:
             step(twin)
-        elif isinstance(twin, torch.optim.LBFGS):  # zero gradients would end its step at once, without a state
+        elif isinstance(twin, torch.optim.LBFGS):  # with zero gradients, its step would end at once, without a state
             raise NotImplementedError("the history of LBFGS grows with the steps of each search")
         else:
             step(twin, lambda: 0.0)
@@ -349,7 +349,7 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int:
-    """Return temporary bytes of a step without parameters whose ids are in `apart`. Raises UnknownOptimizerError."""
+    """Return temporary bytes of a step that leaves out the ids `apart`. Raises UnknownOptimizerError if unknown."""
     groups = [
         {**group, "params": [each for each in group["params"] if each.requires_grad and id(each) not in apart]}
         for group in optimizer.param_groups

@@ -194,7 +194,7 @@ def _when_pass_is_freed(do: Callable[[], object]) -> None:
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
     """Yield (mark or "", bytes allocated (+) or freed (-)) of every mark, allocation and free, of all threads."""
-    # Usually one list. Lists of further threads that autograd used follow, since the threads share no clock.
+    # Usually one list. Those of further threads that autograd used come after it, since threads share no clock.
     for event in chain.from_iterable(threads):
         if event.kind() == "memory_alloc":
             yield "", event.cpu_memory_usage()

@@ -24,7 +24,7 @@ from rotor_profiling.torch_compat import TreeSpec
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype})
 _CONTAINERS = (dict, list, tuple)
-# Builtin classes from which a class may derive to be opened: their instances consist of items and attributes only
+# Builtin classes whose subclasses are opened: instances of these consist of items and attributes only
 _BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
 _ITEMS = ""  # Key of a container's items in `parts_of`, beside the names of its attributes
 # Upper bounds of the objects opened in a value, and of levels of nested objects. Guesses: enough for a batch of graphs,

@@ -222,7 +222,7 @@ class _Problem:
         return max(0, -((self.offset - need) // self.unit))
 
     def _read(self, row: int, memory: int, blend: float, cut: float) -> float:
-        """Interpolate Opt for `memory` bytes between two slots: a lower bound for `blend` 0, pessimistic for 1."""
+        """Interpolate Opt for `memory` bytes between two slots: a lower bound for `blend` 0, rather too high for 1."""
         m = min(self._slot_of(memory), self.table.shape[1] - 1)
         value = float(self.table[row, m])
         rest = m * self.unit + self.offset - memory

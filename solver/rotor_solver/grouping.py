@@ -1,4 +1,4 @@
-"""Merge neighbouring stages into groups: for first plans of any chain, and for all plans of very long chains."""
+"""Merge neighbouring stages into groups: for a quick first plan of any chain, and for all plans of very long chains."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def simulate_forwards(
     sequences = listed(sequences, "sequences")
     for each in sequences:
         check_sequence(each)
-        simulate(chain, each)  # raises errors that name the operation
+        simulate(chain, each)  # raises ValueError, naming the operation, if the sequence is not valid
     forwards = list(range(len(sequences)))
     order = [*forwards, *forwards, *reversed(forwards)] if order is None else listed(order, "order")
     if sorted(map(str, order)) != sorted(map(str, 3 * forwards)):

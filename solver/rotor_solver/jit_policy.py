@@ -64,7 +64,7 @@ _COMPILING = 4.0
 
 
 class _Pace:
-    spent = 0.0  # Seconds of work in plain Python
+    spent = 0.0  # Estimated seconds of work in plain Python so far
     compiled: ClassVar[set[str]] = set()  # Files whose compiled kernels are used from now on
 
 

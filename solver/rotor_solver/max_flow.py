@@ -18,7 +18,7 @@ class Network:
         self._to: list[int] = []
         self._left: list[int] = []
         self._unbounded: list[int] = []
-        self._edges: list[list[int]] = [[], []]  # By the node where they begin
+        self._edges: list[list[int]] = [[], []]  # By node, the edges that begin there
 
     def add_edge(self, begin: Hashable, end: Hashable, capacity: int | None = None) -> None:
         """Add an edge. Without a `capacity`, it is unbounded, so no minimum cut goes through it."""

@@ -51,7 +51,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     their fetch. Copies take no time here (see `transfers.timed_moments`).
     """
     check_sequence(sequence)
-    simulate(chain, sequence)  # raises errors that name the operation
+    simulate(chain, sequence)  # raises ValueError, naming the operation, if the sequence is not valid
     machine = Machine(chain, sequence)
     ran: set[int] = set()
     left = 0

@@ -117,7 +117,7 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
 
 
 _CLOSE = 0.005  # The search ends if the plan is slower than the best by at most this share: stage times err by more
-_NOT_FAR = 0.01  # Up to this share, chains with fewer possible moves are not tried: they double the time. Not measured.
+_NOT_FAR = 0.01  # Above this share, chains with fewer possible moves are tried, too: twice the time. Not measured.
 # First prices to try, as multiples of a byte's round-trip seconds, the last one first: one is negligible, the other so
 # high that only unavoidable moves remain. Not measured; wrong ends only cost solves.
 _ENDS = (64.0, 2.0**-10)

@@ -109,8 +109,8 @@ class Sequence(collections.abc.Sequence[Operation]):
 
     `algorithm` names the algorithm that found the sequence. No sequence that drops checkpoints only at the backward
     that uses them is faster within the same limit than `lower_bound` seconds; None if unknown. `moves` has the copies
-    of offloading; None without any. `beside` has the sequences of further forwards in flight, in order; empty if all
-    use this one. With several, `lower_bound` is each one's equal share. Raises ValueError if an item is no operation.
+    of offloading; None without any. `beside` has those of further forwards in flight; empty if all use this sequence.
+    With several forwards, `lower_bound` is that of all, shared equally. Raises ValueError if an item is no operation.
     """
 
     operations: tuple[Operation, ...]

@@ -87,8 +87,8 @@ class MovesSimulation:
     """Seconds and bytes of a step. `begin` has the second at which each operation begins, `during` its peak in bytes.
 
     `waiting` are the seconds in which operations wait for copies; `makespan` includes them. `moved` bytes go out, and
-    as many come back. A copy out that is under way when an operation begins counts during all of it. `transfers` are
-    all copies, in the order of their requests.
+    as many come back. If a copy out is under way when an operation begins, its bytes are in memory during all of it.
+    `transfers` are all copies, in the order of their requests.
     """
 
     makespan: float
@@ -108,7 +108,7 @@ def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -
     check_sequence(sequence)
     check_type(moves, Moves, "moves", "take those of plan_moves")
     check_link(link)
-    simulate(chain, sequence)  # raises errors that name the operation
+    simulate(chain, sequence)  # raises ValueError, naming the operation, if the sequence is not valid
     trips = _checked_trips(chain, sequence, moves)
     machine, copies = Machine(chain, sequence), CopyQueues(trips, moves, link)
     outgoing = deque(trip.stage for trip in trips)

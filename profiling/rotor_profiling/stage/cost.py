@@ -103,8 +103,8 @@ def measure_ways(
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
             rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
-        # Bytes when the optimizer steps a recomputed stage's first parameter, without the input's gradient: the stage's
-        # node computes the gradients of all parameters before it passes on the first.
+        # Bytes in memory when the optimizer steps a recomputed stage's first parameter, without the gradient of the
+        # stage's input: the stage's node computes the gradients of all parameters before it passes on the first.
         steps = [nbytes for nbytes in context.stepped if nbytes is not None]
         after_replay = bytes_like(parameters) + max(steps) if steps else 0
     ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
@@ -184,7 +184,7 @@ def _bytes_of(
 ) -> StageBytes:
     """Combine the phases of a mode's runs in training's graph and in its own graph; the larger bytes cover both."""
     forward, attach, release = phases["forward"], phases["attach"], phases["release output"]
-    # Counts from the end of the forward: an output that the stage's own backward does not need may be freed then.
+    # Peaks count from the end of the forward: an output that the stage's own backward does not need may be freed then.
     training = _backward_peak(phases) or forward.end
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
     # Silent outputs count as saved only if the graph keeps them.
@@ -271,7 +271,7 @@ def _run_in_graph(
         del one
     meter.mark("between")
     _forget(parameters)
-    # Laps: the forward, making the output's gradients, the backward.
+    # The laps are the forward, the making of the output's gradients, and the backward.
     seconds = [0.0] if watch is None else watch.stop()
     return seconds[0], seconds[2] if len(seconds) > 1 else 0.0
 

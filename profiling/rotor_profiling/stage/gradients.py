@@ -1,7 +1,7 @@
 """Inputs of measuring a stage as in training: its runner, its position in a chain, and its output's gradients.
 
-These have the strides that the next stage's backward makes, which may cost the stage time and memory: a recurrent layer
-with `batch_first` returns a transposed view, and copies the contiguous gradient that a linear layer gives.
+The gradients have the strides that the next stage's backward makes, as strides may cost time and memory: a recurrent
+layer with `batch_first` returns a transposed view, and copies the contiguous gradient that a linear layer gives.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def hooked(hooks: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]])
 def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractContextManager[None]:
     """In this context, add each new gradient to a present one and free it, as if gradients accumulate; not if `fresh`.
 
-    The parameter stands for its present gradient, which would take memory: measuring has to fit where the plan does.
+    The parameter stands for its present gradient, which would take memory: measuring must fit wherever the plan does.
     """
     return hooked(() if fresh else [(parameter, _added) for parameter in parameters])
 

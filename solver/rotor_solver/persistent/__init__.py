@@ -1,4 +1,4 @@
-"""Find the best memory-persistent sequence. Begin with `recurrence.optimum`, which states the recurrence."""
+"""Find the fastest memory-persistent sequence: in it, a checkpoint is dropped only at the backward that uses it."""
 
 from rotor_solver.persistent.recurrence import Persistent
 

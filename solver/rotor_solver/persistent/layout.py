@@ -70,26 +70,26 @@ class Grid(NamedTuple):
     last stages it is no slower, so the table stays a lower bound.
     """
 
-    unit: int  # Bytes
-    width: int  # Most slots in a row
+    unit: int  # Bytes from one slot to the next
+    width: int  # Upper bound of the number of slots in a row
     stage: Ints  # [nodes] the stage; L for the loss
     # [nodes] 1 if the stage's input is part of the previous stage's ā, 0 if it is stored by itself or costs the same.
     state: Ints
-    node: Ints  # [2, L+1] by (state, i)
-    offset: Ints  # [nodes] bytes
+    node: Ints  # [2, L+1] the node of stage i, by (state, i)
+    offset: Ints  # [nodes] bytes that slot 0 of the node's rows stands for
     # [L+1] slots that a checkpoint a_j takes from a row with offset ≤ remainder[j]; it takes one less from other rows.
     slots: Ints
     remainder: Ints
-    start: Ints  # [nodes] the first row of the node
+    start: Ints  # [nodes] index of the first row of the node
     band: Ints  # [L] the last l < L such that a useful plan can have the interval [i, l]
-    row: Ints  # [nodes, L+1] -1 if there is none
+    row: Ints  # [nodes, L+1] index of the row for the interval from a node to a stage; -1 if there is none
     # [L+1, L+1] the row of the interval from a checkpoint at a_j to stage l, by (l, j): contiguous for loops over j.
     after: Ints
     last: Ints  # [rows] the stage at which the row ends; L for the loss
     stop: Ints  # [L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1
     base: Ints  # [L+1] bytes: the least `costs.base` of stages l … stop[l]-1
-    tail: int  # The first of the rows that end at the loss; they follow all other rows
-    fastest: Ints  # [L] the fastest option of every stage, among all options
+    tail: int  # Index of the first of the rows that end at the loss; they follow all other rows
+    fastest: Ints  # [L] index of every stage's fastest option among the options of all stages
 
 
 class Rows(NamedTuple):
@@ -99,9 +99,9 @@ class Rows(NamedTuple):
     whole interval is stored, else the last number, as no useful plan has so much memory for the interval.
     """
 
-    begin: Ints  # Slots; grows when a row is complete and its first numbers turn out to be above `limit`
-    high: Ints  # Slots
-    position: Ints  # Numbers of the table, may be negative
+    begin: Ints  # First slot; grows when a row is complete and its first numbers turn out to be above `limit`
+    high: Ints  # Slot after the last one
+    position: Ints  # Index in the table of what would be slot 0; may be negative
     limit: Floats  # Times in the unit of the table; negative if no plan is useful
     final: Floats  # Times; infinite until the row is complete if it will be the row's last number
 

@@ -111,7 +111,7 @@ BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 class Persistent:
     """Dynamic program over memory-persistent sequences: those that drop a checkpoint only at the backward that uses it.
 
-    Divides memory into `slots`, then more, within `effort`. Once the gap, makespan / lower bound - 1, is at most
+    Divides memory into `slots`, then more, as `effort` allows. Once the gap, makespan / lower bound - 1, is at most
     `effort.close`, visits up to `work` more pairs of slots to close it; max(`work`, 2e9) while a wider gap hardly
     falls. Raises ValueError if `slots` < 1 or `work` < 0.
     """

@@ -35,7 +35,7 @@ _CUT = 1.001
 # For each `blend` of `interval_kernels.estimate`, `descend` builds a sequence; the fastest counts. Not measured.
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25  # Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time.
-_VISITED = 0.25  # Rough share of all pairs of slots that a table visits. Not measured; steers table sizes.
+_VISITED = 0.25  # Rough share of all pairs of slots that a table visits. Not measured; too high makes slots too coarse.
 # Pairs of slots that take as long as laying out a row, and as allocating a number. Measured roughly, 200 to 500 stages.
 _PER_ROW, _PER_NUMBER = 4e3, 100.0
 # Seconds of plain Python for a row, for each of its checkpoints, and for a pair of slots. Measured, 20 to 100 stages.

@@ -1,9 +1,9 @@
 """Cut a chain into parts for the ranks: the best cuts with the best sequences, and equal cuts for comparison.
 
 `best_cuts` minimizes the time of the slowest part. With c(s, i, j) the cost of stages i … j - 1 as part s, the least
-bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). A cost
-takes a solve, a lower bound hardly any time. So the recurrence is solved with bounds in place of unknown costs; for the
-best cuts, tighter bounds and at last costs are computed, until cuts of known cost reach the bottleneck's bound (LazySP:
+bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). A part's
+cost takes a solve, its lower bound hardly any time. So bounds stand for unknown costs in the recurrence; for the best
+cuts, tighter bounds and at last costs are computed, until cuts of known cost reach the bottleneck's bound (LazySP:
 Dellin and Srinivasa, 2016). `equal_cuts` applies one policy to all ranks, as training libraries do: keep everything,
 recompute segments of n stages (Megatron-LM's "uniform"), or only the first n stages of every part (its "block").
 """
@@ -324,7 +324,7 @@ def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> Infeasible
 
 
 class EqualCuts(NamedTuple):
-    policy: str  # A description, for reports
+    policy: str  # What is recomputed, in words for reports
     plan: PipelinePlan
 
 

@@ -202,7 +202,7 @@ class PipelinePlan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """A simulated step of the pipeline."""
+        """The simulated step of this plan."""
         return run(self.schedule, self.parts)
 
     @property
