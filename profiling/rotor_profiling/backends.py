@@ -24,7 +24,7 @@ from rotor_solver.described_error import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class Storages:
-    """Tells a device type's storages apart, and counts their bytes, which its allocator rounds up to whole `block`s."""
+    """Tells storages of a device type apart, and counts their bytes, rounded up by its allocator to whole `block`s."""
 
     block: int
     fake: bool = False  # A fake storage has no data address: its key is the address of its C++ object

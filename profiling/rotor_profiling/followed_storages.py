@@ -96,7 +96,7 @@ class FollowedStorages(TorchDispatchMode):
         """Called when the storage `number` is released."""
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Called after an operator has returned `out`, and `taken` has been called for its new storages."""
+        """Called after an operator has returned `out`, whose new storages are followed by then."""
 
     def follows(self, tensor: torch.Tensor) -> bool:
         """Return whether to follow the storage of `tensor`, an operator's result."""

@@ -57,7 +57,7 @@ class Stage:
     After a forward with a graph, they are freed unless another stage needs them.
 
     `skipped_output_time` is the seconds of a forward that only the output's values take. If the stage's own backward
-    follows at once, nothing reads the output, and the forward skips it. At most the time of each forward of the stage.
+    follows at once, nothing reads the output, and the forward skips it. They must not exceed any forward's seconds.
     """
 
     activation: int

@@ -129,7 +129,7 @@ _ROOMS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 
 class MovingPlan(NamedTuple):
-    """A sequence, its moves, the `seconds` of a step with them, and a certified lower bound of any plan's seconds."""
+    """A sequence, its moves, the `seconds` of a step with them, and a proven lower bound of any plan's seconds."""
 
     sequence: Sequence
     moves: Moves
@@ -214,7 +214,7 @@ class _Search:
 
 
 def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
-    """Return `chain` with each stage restricted to options that move no bytes, or as many as `pick` chooses."""
+    """Return `chain` with only those options that move no bytes, or as many as `pick` chooses for their stage."""
     # Other options stay in the list, as sequences refer to options by index, but need more memory than any limit.
     never = partial(replace, moved=0, forward_temp=LARGEST_SIZE)
     stages: list[Stage] = []

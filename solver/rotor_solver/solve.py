@@ -50,8 +50,8 @@ def solve(
 ) -> Sequence:
     """Return the fastest sequence that `algorithm` finds for `chain` in `mem_limit` bytes, the chain's input included.
 
-    `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. The dynamic programs divide
-    memory into about `slots`; `work` bounds the time of "persistent" (see `Persistent`). Raises InfeasibleError if
+    `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. The dynamic programs count
+    memory in about `slots` units; `work` bounds the time of "persistent" (see `Persistent`). Raises InfeasibleError if
     no sequence fits; its `min_bytes` is the least limit at which the algorithm has one. Raises ValueError if the limit
     is not a number of bytes, if the algorithm is unknown, if its table is too large, or if `slots` < 1 or `work` < 0.
     Raises InvalidTypeError if `chain` is not a `Chain`, or `algorithm` neither a name nor an `Algorithm`.

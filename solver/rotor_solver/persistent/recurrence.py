@@ -64,8 +64,7 @@ def optimum(chain: Chain, mem_limit: int) -> float:
     return simulate(chain, store_all(chain)).makespan + longer(0, length, mem_limit - chain.input_bytes, 0)
 
 
-# Number of neighbouring stages that the coarse chain, which is solved first, merges into one. Not measured; larger
-# groups give a slower first sequence.
+# Number of neighbouring stages that the coarse chain, solved first, merges into one. Not measured; more slow its plan.
 _GROUP = 4
 # If a table is too large, slots grow by this factor beyond the estimate. Not measured; too high coarsens needlessly.
 _MARGIN = 1.1
@@ -82,9 +81,10 @@ _FINEST = 2**17  # Most slots that `_RESOLUTION` may ask for. If sizes range fro
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits of a solve: a table visits about `pairs` pairs of slots, and has `numbers` 8-byte numbers, at most.
+    """Limits of a solve: a table has at most `numbers` 8-byte numbers, and visits at most about `pairs` pairs of slots.
 
-    Once the sequence is slower than the best by at most the share `close`, `Persistent.work` also limits tables.
+    A pair is the slots of the two parts into which a checkpoint splits an interval. Once the sequence is slower than
+    the best by at most the share `close`, `Persistent.work` also limits tables.
     """
 
     close: float
@@ -111,7 +111,7 @@ BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 class Persistent:
     """Dynamic program over memory-persistent sequences: those that drop a checkpoint only at the backward that uses it.
 
-    Divides memory into `slots`, then more, as `effort` allows. Once the gap, makespan / lower bound - 1, is at most
+    Counts memory in `slots`, then in more, as `effort` allows. Once the gap, makespan / lower bound - 1, is at most
     `effort.close`, visits up to `work` more pairs of slots to close it; max(`work`, 2e9) while a wider gap hardly
     falls. Raises ValueError if `slots` < 1 or `work` < 0.
     """

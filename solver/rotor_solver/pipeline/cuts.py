@@ -130,12 +130,12 @@ class PartCosts:
         return math.inf if sequence is None else simulate(self._stored(number, begin, end).chain, sequence).makespan
 
     def lower_bound(self, number: int, begin: int, end: int) -> float:
-        """Return a certified lower bound, in seconds, of memory-persistent sequences; infinite if none fits."""
+        """Return a proven lower bound, in seconds, of the part's memory-persistent sequences; infinite if none fits."""
         sequence = self._solve(self._key(number, begin, end))
         return math.inf if sequence is None else sequence.lower_bound or 0.0
 
     def guess(self, number: int, begin: int, end: int) -> float:
-        """Return a quick lower bound in seconds; infinite if no sequence fits."""
+        """Return a lower bound that takes no solve, in seconds of the part; infinite if no sequence fits."""
         key = self._key(number, begin, end)
         if key in self._solved:
             return self.lower_bound(number, begin, end)

@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time that they spend waiting, in [0, 1)."""
+        """Share of their time that the ranks spend waiting, together, in [0, 1)."""
         whole = len(self.busy) * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
 

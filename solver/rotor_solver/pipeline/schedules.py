@@ -1,4 +1,4 @@
-"""The order of forwards and backwards on every rank of a pipeline, by schedule, and how many microbatches it keeps.
+"""The order of forwards and backwards on each rank of a pipeline, and how many microbatches are in flight, by schedule.
 
 The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13): GPipe (Huang et al., 2019), 1F1B
 (Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021), interleaved 1F1B (arXiv 2104.04473), and
@@ -136,15 +136,15 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The most microbatches of one part that are in flight at once in a schedule."""
+    """Upper bounds of the numbers of microbatches that are in flight at once in one part of a schedule."""
 
-    forwards: int  # Microbatches from the begin of their forward to the end of their backward
-    weights: int = 0  # Microbatches that wait for the backward for the weights
+    forwards: int  # Number of microbatches from the begin of their forward to the end of their backward
+    weights: int = 0  # Number of microbatches that wait for the backward for the weights
     split: bool = False  # Whether the backwards for the inputs and for the weights are separate
 
 
 def in_flight(schedule: Schedule) -> list[InFlight]:
-    """Return, for every part of the chain, the most microbatches in flight, counted along its rank's actions."""
+    """Return, for each part of the chain, how many microbatches are in flight at most, from its rank's actions."""
     found = [InFlight(1)] * schedule.parts
     for rank in range(schedule.ranks):
         forwards: Counter[int] = Counter()
