@@ -2,7 +2,7 @@
 
 `best_cuts` minimizes the time of the slowest part. With c(s, i, j) the cost of stages i … j - 1 as part s, the least
 bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). A part's
-cost takes a solve, its lower bound hardly any time. So bounds stand for unknown costs in the recurrence; for the best
+cost takes a solve, its lower bound little time. So bounds stand for unknown costs in the recurrence; for the best
 cuts, tighter bounds and at last costs are computed, until cuts of known cost reach the bottleneck's bound (LazySP:
 Dellin and Srinivasa, 2016). `equal_cuts` applies one policy to all ranks, as training libraries do: keep everything,
 recompute segments of n stages (Megatron-LM's "uniform"), or only the first n stages of every part (its "block").
@@ -135,7 +135,7 @@ class PartCosts:
         return math.inf if sequence is None else sequence.lower_bound or 0.0
 
     def guess(self, number: int, begin: int, end: int) -> float:
-        """Return a lower bound that takes no solve, in seconds of the part; infinite if no sequence fits."""
+        """Return a lower bound of the part's seconds that takes little time; infinite if no sequence fits."""
         key = self._key(number, begin, end)
         if key in self._solved:
             return self.lower_bound(number, begin, end)

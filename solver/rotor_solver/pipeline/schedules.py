@@ -136,7 +136,7 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Upper bounds of the numbers of microbatches that are in flight at once in one part of a schedule."""
+    """How many microbatches of one part are in flight at once in a schedule, at most."""
 
     forwards: int  # Number of microbatches from the begin of their forward to the end of their backward
     weights: int = 0  # Number of microbatches that wait for the backward for the weights
