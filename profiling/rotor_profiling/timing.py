@@ -69,7 +69,7 @@ def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[],
 
 
 def lower_quartile(samples: list[float]) -> float:
-    """Return the lower quartile of the `samples`, as disturbances only make a run longer."""
+    """Return the lower quartile of the `samples`: as disturbances only make runs longer, the fast ones are typical."""
     return _quantile(samples, 0.25)
 
 

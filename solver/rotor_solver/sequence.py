@@ -39,7 +39,7 @@ class ForwardCheck:
 
 @dataclass(frozen=True, slots=True)
 class ForwardNograd:
-    """Run stage `stage` forward without a graph, and drop its input."""
+    """Run stage `stage` forward without a graph, and free its input."""
 
     stage: int
 

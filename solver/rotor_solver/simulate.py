@@ -60,7 +60,7 @@ class _Attached:
 
 
 class Machine:
-    """Memory while `sequence` runs: its contents, `held` bytes in all. `loss_done`: whether the loss has run."""
+    """Simulated memory while `sequence` runs; it has `held` bytes. `loss_done` tells whether the loss has run."""
 
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
         check_chain(chain)

@@ -328,7 +328,7 @@ def _forget(parameters: list[torch.Tensor]) -> None:
 
 
 def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> AbstractContextManager[None]:
-    """Allocate each parameter's step memory (`stepped`) as soon as its gradient is complete, then free the gradient."""
+    """Stand in for optimizer steps in a backward: allocate a step's bytes once a gradient is complete, then free it."""
     pairs = zip(parameters, stepped or [None] * len(parameters), strict=True)
     return hooked([(each, partial(_stand_in, nbytes)) for each, nbytes in pairs if nbytes is not None])
 

@@ -154,7 +154,7 @@ def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps
 
 
 class _Laps:
-    """Laps of a watch by name; unnamed laps do not count."""
+    """Seconds of a stopwatch's laps by name; laps without a name do not count."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch, self._names = watch, list[str]()

@@ -102,7 +102,7 @@ THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
 # has the same budget, or that of `work` if higher.
 WORK = 2e9
 _STUCK = 0.9  # The gap hardly falls if a table leaves more than this share of it. Not measured; lower saves seconds.
-_NO_GAP = 1e-9  # A smaller gap counts as none: bounds are certified only up to rounding errors of sums
+_NO_GAP = 1e-9  # A smaller gap counts as none, since bounds hold only up to rounding errors of sums
 _HASTY = Effort(close=0.01, pairs=3e9, numbers=2**26)
 BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 
