@@ -44,7 +44,7 @@ class Revolve:
             check_count(self.snapshots, "snapshots")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the fastest schedule within `mem_limit` bytes, a_0 counted. Raises InfeasibleError if none fits.
+        """Return the fastest schedule within `mem_limit` bytes, input included. Raises InfeasibleError if none fits.
 
         Without `snapshots`, tries all numbers of them: if stages differ, fewer may need more memory.
         """
@@ -113,7 +113,7 @@ class Periodic:
                 check_count(getattr(self, name), name)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the fastest schedule within `mem_limit` bytes, a_0 counted. Raises InfeasibleError if none fits."""
+        """Return the fastest schedule within `mem_limit` bytes, input included. Raises InfeasibleError if none fits."""
         check_chain(chain)
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
@@ -131,7 +131,7 @@ class Sqrt:
     name = "sqrt"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the schedule. Raises InfeasibleError if it needs more than `mem_limit` bytes, a_0 counted."""
+        """Return the schedule. Raises InfeasibleError if it needs more than `mem_limit` bytes, input included."""
         check_chain(chain)
         segments = even_segments(len(chain), max(1, round(math.sqrt(len(chain)))))
         return _fastest_fitting(chain, mem_limit, [_recompute_but_last(chain, segments, self.name)])
@@ -171,7 +171,7 @@ class GriewankHeterogeneous:
         return "griewank-heterogeneous-attached" if self.attached else "griewank-heterogeneous"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the fastest schedule of its kind within `mem_limit` bytes, a_0 counted, up to rounding to slots.
+        """Return the fastest such schedule within `mem_limit` bytes, chain input included, up to rounding to slots.
 
         Exact if all sizes are multiples of a slot. Raises InfeasibleError if none fits, with the exact least limit.
         """

@@ -2,7 +2,7 @@
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
 ≤ t ≤ l: with a_s and δ_{l+1} in memory, run the backwards of stages l … t in M bytes, a_s counted; afterwards a_s is
-not needed. The first operation is Fe_s, Fn_s, or CF_s with a checkpoint at a_j. The bound is certified for all such
+not needed. The first operation is Fe_s, Fn_s, or CF_s with a checkpoint at a_j. The lower bound holds for all such
 sequences. Opt is the least time beyond storing everything; the other names are those of `Costs`:
 
     Opt(L, L, L, M) = 0                                             if M ≥ |a_L| + loss_need
@@ -61,7 +61,7 @@ class Floating:
         check_count(self.slots, "slots")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the fastest sequence found within `mem_limit` bytes, a_0 counted; no slower than that of `Persistent`.
+        """Return the fastest sequence found in `mem_limit` bytes, input included: no slower than that of `Persistent`.
 
         Its lower bound holds for all sequences with floating checkpoints. Raises InfeasibleError if none fits, with the
         least limit, which may be below that of memory-persistent sequences. Raises ValueError if the chain is so long

@@ -146,7 +146,7 @@ class _RunningForward:
 
     @property
     def held(self) -> int:
-        """Bytes in memory now. a_0 counts to the end, as the caller holds it, although `Machine` drops it at B_0."""
+        """Bytes in memory now. The input counts to the end, as the caller holds it, but `Machine` drops it at B_0."""
         return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
 
 
@@ -349,7 +349,7 @@ def solve_in_flight(
 ) -> JointPlan:
     """Return the fastest known plans for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
 
-    Every a_0 is counted. `order` is the order of the backwards: "any", or "reverse", from the last forward to the
+    Every input is counted. `order` is the order of the backwards: "any", or "reverse", from the last forward to the
     first, which takes less time or memory. Plans for any order use one sequence for all forwards, and work in reverse,
     too. With `alike`, plans in reverse also use one sequence. One sequence works for any order of backwards, so it is
     preferred to different sequences in reverse if it takes at most `worth` longer, as a share of the time.

@@ -31,7 +31,7 @@ _plain: ContextVar[bool] = ContextVar("rotor_solver.plain", default=False)
 def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """Decorate a kernel to be compiled at its first call, and cached on disk. Plain Python calls `plain`, if given.
 
-    No `fastmath`: lower bounds are certified up to rounding errors, so sums must not be rearranged. Kernels release the
+    No `fastmath`: lower bounds hold up to rounding errors only, so sums must not be rearranged. Kernels release the
     GIL, and run on one core: Numba's threads would change the number of threads that PyTorch sums with.
     """
     if _plain.get():

@@ -1,4 +1,4 @@
-"""Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a certified bound.
+"""Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a proven lower bound.
 
 For a price λ in seconds per moved byte, `Persistent` solves the chain in which moved bytes take memory only in their
 own forward and backward (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits,
@@ -11,7 +11,7 @@ bytes that it moves, out before and back after the loss (Note [Moves] at `sequen
     T ≥ max(C₁, M / β_out) + max(C₂, M / β_in)
       = the most of  C₁ + C₂,  M / β_out + C₂,  C₁ + M / β_in,  M / β_out + M / β_in.
 
-C₁ lies between `least` and `most`, and the program's certificate says that C₁ + C₂ + λ M ≥ D(λ). So T is at least the
+C₁ lies between `least` and `most`, and `Persistent` has proven that C₁ + C₂ + λ M ≥ D(λ), its bound. So T ≥ the
 lowest point, over M, of the upper envelope of these lines for all λ solved, and the seconds of storing everything:
 
     D(λ) - λ M        D(λ) - λ M - most + M / β_out        least + M / β_in        M / β_out + M / β_in
@@ -142,7 +142,7 @@ class MovingPlan(NamedTuple):
 
 
 def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> MovingPlan:
-    """Return the fastest sequence found within `limit` bytes, a_0 counted, with its offloading copies over `link`.
+    """Return the fastest sequence found within `limit` bytes, chain input included, with its copies over `link`.
 
     It is no slower than the best sequence found without moves. The bound holds for memory-persistent sequences whose
     copies obey Note [Moves]. Raises InfeasibleError, with the exact least limit, if even moving as much as possible

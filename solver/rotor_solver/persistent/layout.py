@@ -329,7 +329,7 @@ class Problem:
 
     @property
     def needed(self) -> int:
-        """Least bytes, a_0 not counted, in which there is a memory-persistent sequence."""
+        """Least bytes, without the chain's input, in which there is a memory-persistent sequence."""
         return int(self.least[0, 0, len(self.chain)])
 
     def least_sequence(self) -> Sequence:

@@ -130,7 +130,7 @@ class Persistent:
 
     @within_memory
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the fastest sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
+        """Return the fastest sequence found within `mem_limit` bytes, chain input included, with its `lower_bound`.
 
         Raises InfeasibleError if none fits, with the least limit (`min_bytes`).
         """

@@ -1,4 +1,4 @@
-"""One table of the persistent program: laid out, filled, and read.
+"""One table of the dynamic program `Persistent`: laid out, filled, and read.
 
 Times in a table are those beyond storing everything, in units of `scale` seconds. So all useful times are between 0 and
 1, and one `_CUT` serves all tables.

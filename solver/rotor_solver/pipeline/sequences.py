@@ -160,7 +160,7 @@ def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> flo
 
 
 def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> Sequence:
-    """Return the fastest sequence found that fits `count` microbatches in flight in `mem_limit` bytes, a_0 counted.
+    """Return the fastest sequence found with which `count` microbatches in flight need at most `mem_limit` bytes.
 
     Kept memory is divided into about `slots`. `lower_bound` holds for all memory-persistent sequences. Raises
     InfeasibleError if none fits, with the exact least limit.
