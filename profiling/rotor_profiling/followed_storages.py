@@ -30,7 +30,7 @@ _BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_ops.py")
 class AddedGradients:
     """Detect the sums of gradients that the engine would make in place, if only it holds the first summand.
 
-    One false positive: the engine adds out of place to gradients retained from an earlier backward (`retain_grad`).
+    One false positive: to gradients retained from an earlier backward (`retain_grad`), the engine adds out of place.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,7 @@ def _idle_state(optimizer: torch.optim.Optimizer, kinds: set[str]) -> list[torch
 def _without_gradients(groups: Groups) -> Iterator[None]:
     """Remove gradients inside this context, so that a copy that still refers to the real parameters steps none."""
     parameters = [parameter for group in groups for parameter in group["params"]]
-    with undoing(), undoing() as undo:  # after an interrupt of the inner one, the outer one undoes the rest
+    with undoing(), undoing() as undo:  # if Ctrl-C interrupts the inner context, the outer one undoes the rest
         undo += [partial(setattr, parameter, "grad", parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -155,7 +155,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
         else:
             room = limit - chain.input_bytes
             sequence, more = _table_for(tables, room).sequence(room, seconds - problem.stored)
-            # If the table has no faster plan, the one for the previous limit also serves this limit.
+            # None if the table has no faster plan: then the one for the previous limit also serves this limit.
             if sequence is not None:
                 best, seconds = sequence, problem.stored + more
         found.append((limit, best))

@@ -277,7 +277,7 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
         return (forwards - 1) * max(kept, left) + max(peak, left)
 
     # As the room grows, the peak does not fall, and the peak less the room does not rise: so the ends of a range of
-    # rooms bound the need inside it. Beyond the peak of storing everything, only `temp_without_graph` more can help.
+    # rooms bound the need inside it. Room above the peak of storing all helps up to the largest `temp_without_graph`.
     stored = simulate(chain, store_all(chain)).peak
     rooms = 0, stored, stored + max((stage.temp_without_graph for stage in chain), default=0)
     peaks = [least_peak(room) for room in rooms]
@@ -389,7 +389,7 @@ def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[C
     some = min(forwards, max(1, _LONGEST // length))
     one = store_all(chain).lower_bound or 0.0
     if some < forwards:
-        # The other forwards hold memory too: `some` get the limit less the least that the others keep.
+        # The other forwards hold memory, too: `some` get the limit less the least bytes that the others can keep.
         least = Footprint.of(chain, recompute_all(with_room_at_loss(chain, limit))).kept
         return None, forwards / some * _nested(chain, limit - (forwards - some) * least, some, slots)[1]
     bound, room, known = forwards * one, limit, list[list[Candidate]]()

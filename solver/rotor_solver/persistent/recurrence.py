@@ -163,7 +163,7 @@ class Best:
 
     def improve(self, table: Table) -> None:
         self.bound = max(self.bound, self.problem.stored + table.lower_bound(table.room))
-        if not table.windowed:  # with windows, rows do not bound plans outside them
+        if not table.windowed:  # with windows, the times hold only for plans inside them
             self.later = np.maximum(self.later, table.later())
         sequence, _ = table.sequence(table.room, self.overhead)
         if sequence is not None:
