@@ -78,7 +78,7 @@ class StepPlans:
         return plan
 
     def refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
-        """Raise InfeasibleError if model, state and batch alone exceed the limit; with several processes, warn."""
+        """Raise InfeasibleError if model, optimizer state and batch exceed the limit; with several processes, warn."""
         error = self.model.static_infeasibility(value, self.model.device_of(spec.input))
         if error is None:
             return

@@ -121,7 +121,7 @@ class KeptGradients:
         self._known: tuple[object, ...] = ()  # the sequence and the limit of the last check
 
     def notice(self, value: Any) -> None:
-        """Warn, and plan again where allowed, unless a step on `value` has room for gradients that already exist."""
+        """If a step on `value` has no room for gradients that already exist, warn, and plan again where allowed."""
         plan = self._plans.in_use
         assert plan is not None
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):

@@ -82,7 +82,7 @@ class WatchedStep:
         self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
-        """Count a forward by `plan`, one of `in_flight`, to this step. Return False if it is over or seems endless."""
+        """Count a forward by `plan`, one of `in_flight`, to this step. False if it is over or has `_MOST_FORWARDS`."""
         if self._token is None or self._token() is None:
             return False
         if self.forwards == _MOST_FORWARDS:
@@ -123,7 +123,7 @@ class WatchedStep:
         self._stop_waiting()
 
     def _wait_for_last_pass(self, token: _Alive) -> None:
-        """End the step when a pass without retained graph reaches a parameter: it need not reach the model's output."""
+        """End the step with the next pass to a parameter that retains no graph, even if it reaches no output."""
         trained = [each for each in self._model.core.parameters() if each.requires_grad]
         if not self._differentiated and trained:
             self._differentiated.append(token)
