@@ -49,7 +49,7 @@ def verified(facts: Facts, found: Verification) -> Text:
         compared = "parameters after the step" if facts.budget.freed_gradients else "gradients"
         differ = f"{compared} and buffers differ by at most {found.max_grad_difference:g}{beside}"
         if (rounded := found.rounded) is not None:
-            error = f"{rounded.gradient_error:.2g} of their length"
+            error = f"{rounded.gradient_error:.2g} of their norm"
             differ = f"with activations kept in {rounded.word}, {compared} differ by {error}{beside}"
         said += (
             f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "

@@ -27,7 +27,7 @@ from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
 from rotor_solver.offload import Link
 
-# Largest ratio of the next measured batch to the largest so far. A guess: with more, bytes above the line may not fit.
+# Largest ratio of the next measured batch to the largest so far. A guess: with more, it might not fit the device.
 _GROWTH = 4
 # Number of batches that lines choose before bisection does: lines mislead if bytes are not convex. A guess; costs time.
 _PATIENCE = 8

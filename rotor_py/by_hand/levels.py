@@ -99,7 +99,7 @@ def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
     found: dict[str, AssignedLevel] = {}
     # Include every name of a module that the model contains several times: a caller may look up any.
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Deepest modules first, since a module's level follows from its children. `bool` sorts the model, "", last.
+    # Deepest modules first, since a module's level follows from its children. `bool` puts the model itself, "", last.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
         module, kind = modules[name], type(modules[name]).__name__
         inner = [(each, found[f"{name}.{key}" if name else key].level) for key, each in module.named_children()]

@@ -325,7 +325,7 @@ def _up(size: int, to: int) -> int:
 
 _SCRATCH: dict[Any, Callable[[_Call], int]] = {
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
-    aten._scaled_dot_product_cudnn_attention_backward: _flash_sums,  # assumed
+    aten._scaled_dot_product_cudnn_attention_backward: _flash_sums,  # assumed: as for flash attention
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     aten.embedding_dense_backward: _embedding_backward,
     aten.index_put: _index_put,

@@ -88,7 +88,7 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
     if not saving_ones:
         return f"No plan needs {'noticeably ' if sweep.saved(least) > 0 else ''}less than storing everything: {stored}."
     if point not in saving_ones:
-        point = saving_ones[-1]  # the first saving
+        point = saving_ones[-1]  # the plan that saves least
     text = (
         f"{format_share(point.overhead - 1)} more time saves {format_share(sweep.saved(point))} of activation memory: "
         f"a limit of {limit_text(point.mem_limit)} instead of {stored}."

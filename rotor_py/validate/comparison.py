@@ -49,7 +49,7 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 
 
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
-    """Return algorithms by name: "optimal, whole" has only storing and recomputing, each other one family of options.
+    """Return algorithms by name: "optimal, whole" only stores and recomputes, each other adds a family of options.
 
     A family is "in part" or one of `_KEEPERS`. A single one has no algorithm, since the optimal plan is the same.
     """
@@ -222,7 +222,7 @@ def named(strategy: str, sequence: Sequence) -> str:
 
 
 def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
-    """Return algorithms by name for the levels at which other stages are recomputed together than one level below."""
+    """Return an algorithm by name for each level that groups the stages `names` differently from the level below."""
     found: dict[str, Algorithm] = {}
     below: list[str | None] = [None] * len(names)
     for level in sorted(set(LEVELS) - {0}):  # level 0 equals "store-all"
