@@ -116,7 +116,7 @@ def comparison(rows: tuple[ComparedStrategy, ...]) -> Table:
     return table
 
 
-# Charts: time against the limit, and throughput against the batch.
+# Charts: time by memory limit, and samples per second by batch size.
 
 
 _HEIGHT, _WIDEST = 14, 100

@@ -296,7 +296,7 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
 
 @_for_one_aim(choose_batch)
 def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
-    """Find the batch with the highest throughput within `mem_limit`, recomputation and optimizer step included.
+    """Find the batch with the most samples a second within `mem_limit`, recomputation and optimizer step included.
 
     Arguments and errors are those of `largest_batch`. The result's `gap` is the share by which an unmeasured batch
     might have more samples a second, by costs interpolated between measured batches.

@@ -121,7 +121,7 @@ class MeasuredBatches:
 
         with state_restored(network, optimizer), values_restored(trained):
             give_gradients()
-            optimizer.step()  # the first step makes the state
+            optimizer.step()  # makes the state, which later steps find
             with stopwatch(network.device) as watch:
                 return self.agreed(seconds_of(run, watch, before=give_gradients))
 
@@ -235,7 +235,7 @@ class PredictedBatches(MeasuredBatches):
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
             with stepping_as_on_cuda(optimizer):
-                optimizer.step()  # the first step makes the state
+                optimizer.step()  # makes the state, which later steps find
                 with stopwatch(self._any.device) as watch:
                     watch.start()
                     optimizer.step()

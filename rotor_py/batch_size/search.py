@@ -98,7 +98,7 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
 
 
 def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None:
-    """Interpolate the costs of a step of `batch`; None if the measured batches around it do not determine them.
+    """Interpolate the costs of a step of `batch`; None if no two measured batches determine them.
 
     Beyond the measured batches, bytes follow the line through the nearest two, and seconds are proportional to the
     batch: a line through noisy times may be far off. Uses only batches with the stages of the nearest one.

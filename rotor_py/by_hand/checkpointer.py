@@ -178,7 +178,7 @@ class ActivationCheckpointer:
         return value
 
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
-        """Run the layers as one tape in the caller's autograd graph; its backward recomputes from the checkpoints."""
+        """Run the layers as nodes of the caller's autograd graph, whose backward recomputes from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
         # `Tape` stores the input of every segment except the last, whose backward is first: it runs with a graph.
         shared = [start - 1 for start in starts[1:-1]]

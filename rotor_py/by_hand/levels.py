@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_py.errors import InvalidValueError
 
-# The parts of a model for each level.
+# By level, the parts of a model that the backward recomputes.
 LEVELS = {
     0: "none",
     1: "single layers: linear plus activation, convolution plus dropout",

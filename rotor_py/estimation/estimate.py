@@ -41,7 +41,7 @@ def estimate(
     autocast: torch.dtype | None = None,
     offload: Literal["host"] | None = None,
 ) -> Report:
-    """Estimate a training step of `model` on `device`, which need not be present, and plan it.
+    """Predict memory and time of a training step of `model` on `device`, which need not be present, and plan it.
 
     Runs on fake tensors, without kernels and without memory for parameters, activations or optimizer state, so the
     model may exceed this machine. Bytes of tensors are exact, peaks are predicted, and seconds rest on assumptions that

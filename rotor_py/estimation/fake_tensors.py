@@ -88,7 +88,7 @@ class FakeCopies:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._storages: dict[int, torch.Tensor] = {}
-        # Originals and their copies. Holding the originals keeps their ids unique.
+        # Originals and their copies by the original's id, which stays unique while the original is held.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -179,7 +179,7 @@ def _dtype(args: Sequence[Any]) -> torch.dtype:
 # them. Each function names that of PyTorch whose requests it adds up. cuDNN's workspace for convolutions is assumed.
 
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)  # Since torch 2.8.
-_THREADS = 132 * 2048  # resident threads of an H100
+_THREADS = 132 * 2048  # number of threads that an H100 runs at once
 _FLOAT, _LONG = 4, 8  # bytes
 _Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]
 

@@ -177,7 +177,7 @@ def verify(
         model: a `Checkpointable`, whose plan is verified (its first step makes a missing plan); or any model that it
             takes, which is planned first.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss: a function of the output that returns a single number; `default_loss` if omitted.
+        loss: a function of the output that returns a scalar; None: the output's `loss`, else its mean square.
         optimizer: the optimizer, as given to the `Checkpointable`; steps whose peak is measured include it. It may be
             left out if it steps in the backward; parameters are then compared instead of gradients.
         fresh_grads: whether gradients are freed between steps; None: as given to the `Checkpointable`.
