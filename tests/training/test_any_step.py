@@ -13,17 +13,23 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import soak
 from rotor_profiling import memory_meter
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
+from rotor_py.errors import StageChangedError
 from tests.checkpointable.steps import CPU, Tower, square
 
 LARGEST = 256
 WIDTH = 64
 MOST = 3
 """Forwards in flight at once."""
-CHANGES = ("attribute", "dropout", "global", "context")
+UNSEEN = ("attribute", "dropout", "global", "context", "counter", "function mode")
+"""Changes that a chain is not planned anew for."""
+CHANGES = (*UNSEEN, "hook", "hook on all", "frozen", "evaluated")
+REFUSED = (InfeasibleError, StageChangedError, UnsupportedModelError)
 OWN = 16_384
 """Bytes that the test itself makes: copies of the random state, and scalars."""
 
@@ -34,6 +40,18 @@ class _StopError(Exception):
 
 SCALE = 1.0
 GATE: ContextVar[float] = ContextVar("gate", default=1.0)
+
+
+class Scaled(TorchFunctionMode):
+    """Multiplies what activations return."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * self.factor if func in (nn.functional.gelu, torch.tanh) else made
 
 
 class Breaking(nn.Module):
@@ -69,6 +87,7 @@ class World:
         self.network, self.gradient = network, gradient
         self.flying: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.log: list[bytes] = []
+        self.undo: dict[str, Callable[[], object]] = {}
 
     def write(self, *tensors: torch.Tensor | None) -> None:
         self.log += [b"" if each is None else each.detach().numpy().tobytes() for each in tensors]
@@ -119,21 +138,59 @@ class World:
         with suppress(_StopError):
             square(output).backward()
 
+    def write_before_backward(self, at: int, which: int) -> None:
+        """Write to a parameter: plain training raises if its backward reads it, and is right otherwise."""
+        parameters = list(self.network.parameters())
+        parameter = parameters[which % len(parameters)]
+        before = parameter.detach().clone()
+        try:
+            parameter.data.add_(0.5) if which % 2 else parameter.detach().add_(0.5)
+            self.backward(at, 1)
+        finally:
+            parameter.detach().copy_(before)
+
     def change(self, what: str, to: float) -> None:
+        """Change something that a forward reads. `to` 1.0: back to what it was."""
+        self.undo.pop(what, lambda: None)()
         for each in self.network.modules():
             if what == "attribute" and isinstance(each, Breaking):
-                each.factor = to
+                each.factor = 1.5 * to
             elif what == "dropout" and isinstance(each, nn.Dropout):
-                each.p = to / 4
+                each.p = to / 10
+            elif what == "dropout" and isinstance(each, Tower):
+                each.dropout = to / 5
         if what == "global":
             globals()["SCALE"] = to
         elif what == "context":
             GATE.set(to)
+        elif to != 1.0:
+            self.put(what, to)
+
+    def put(self, what: str, to: float) -> None:
+        linear = [each for each in self.network.modules() if isinstance(each, nn.Linear)]
+        if what == "hook":
+            self.undo[what] = linear[int(to)].register_forward_hook(lambda module, given, made: made * to).remove
+        elif what == "hook on all":
+            hook = nn.modules.module.register_module_forward_hook(lambda module, given, made: made * to)
+            self.undo[what] = hook.remove
+        elif what in ("function mode", "counter"):
+            mode = Scaled(to) if what == "function mode" else FlopCounterMode(display=False)
+            mode.__enter__()
+            self.undo[what] = partial(mode.__exit__, None, None, None)
+        elif what == "frozen":
+            linear[int(to)].weight.requires_grad_(False)
+            self.undo[what] = partial(linear[int(to)].weight.requires_grad_, True)
+        elif what == "evaluated":
+            linear[int(to)].eval()
+            self.undo[what] = linear[int(to)].train
 
     def end(self) -> None:
         """The step is over: its results, and no gradients from here on."""
         self.write(*(parameter.grad for parameter in self.network.parameters()), *self.network.buffers())
         self.network.zero_grad()
+        self.calm()
+
+    def calm(self) -> None:
         for what in CHANGES:
             self.change(what, 1.0)
 
@@ -143,8 +200,17 @@ class Steps(RuleBasedStateMachine):
 
     made_by: Callable[[], nn.Module] = chain
 
-    @initialize(told=st.integers(1, MOST), reverse=st.booleans(), share=st.floats(0.0, 1.0), gradient=st.booleans())
-    def begin(self, told: int, reverse: bool, share: float, gradient: bool) -> None:
+    @initialize(
+        told=st.integers(1, MOST),
+        reverse=st.booleans(),
+        share=st.floats(0.0, 1.0),
+        gradient=st.booleans(),
+        replans=st.booleans(),
+    )
+    def begin(self, told: int, reverse: bool, share: float, gradient: bool, replans: bool) -> None:
+        captured = type(self) is CapturedSteps
+        self.changes = CHANGES if replans or gradient else () if captured else UNSEEN
+
         def planned(**options: Any) -> Checkpointable:
             torch.manual_seed(0)
             # Gradients are not freed in a step: its second pass finds those of the first.
@@ -156,6 +222,7 @@ class Steps(RuleBasedStateMachine):
         self.least, self.stored = probe.budget.least_bytes(), probe.report().store_all_bytes
         self.planned, self.known = planned(forwards_in_flight=told, backward_order="reverse" if reverse else None), told
         self.checks: dict[str, int] = {}
+        self.in_flight = 0
         self.any_order = False
         """whether a backward has come while a later forward was in flight"""
         self.set_limit(share)
@@ -173,51 +240,54 @@ class Steps(RuleBasedStateMachine):
 
     def begin_step(self) -> None:
         self.steps += 1
-        self.most, self.in_order = 0, True
+        self.most, self.in_order, self.changed, self.refused = 0, True, False, False
         self.done: list[Callable[[World], None]] = []
         self.meter.mark(str(self.steps))
 
     def go_backward(self, at: int) -> None:
-        if at < len(self.flying) - 1 and not self.any_order:
+        if at < self.in_flight - 1 and not self.any_order:
             self.any_order, self.in_order = True, False
 
-    def do(self, act: Callable[[World], None]) -> None:
+    def do(self, act: Callable[[World], None], *, flying: int = 0) -> None:
+        """Let the planned network act; `flying` more forwards are in flight afterwards."""
         self.done.append(act)
-        self.run(act, self.worlds[0], len(self.done))
-        self.most = max(self.most, len(self.flying))
+        try:
+            if not self.refused:
+                self.run(act, self.worlds[0], len(self.done))
+        except (*REFUSED, RuntimeError) as error:  # autograd's own error, too, where a parameter was written to
+            assert self.changed and (isinstance(error, REFUSED) or "inplace" in str(error)), self.done
+            self.refused = True
+        self.in_flight += flying
+        self.most = max(self.most, self.in_flight)
 
     def run(self, act: Callable[[World], None], world: World, number: int) -> None:
         torch.manual_seed(number)
         act(world)
         world.write(torch.get_rng_state())
 
-    @property
-    def flying(self) -> list[Any]:
-        return self.worlds[0].flying
-
-    @precondition(lambda self: len(self.flying) < MOST)
+    @precondition(lambda self: self.in_flight < MOST)
     @rule(size=st.sampled_from((2, 100, LARGEST, LARGEST)))
     def forward(self, size: int) -> None:
         seed = len(self.done)
-        self.do(lambda world: world.forward(size, seed))
+        self.do(lambda world: world.forward(size, seed), flying=1)
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_flight)
     @rule(at=st.integers(0, MOST), times=st.sampled_from((1, 1, 2)))
     def backward(self, at: int, times: int) -> None:
-        chosen = at % len(self.flying)
+        chosen = at % self.in_flight
         self.go_backward(chosen)
-        self.do(lambda world: world.backward(chosen, times))
+        self.do(lambda world: world.backward(chosen, times), flying=-1)
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_flight)
     @rule()
     def backward_of_a_sum(self) -> None:
-        self.do(World.backward_of_a_sum)
+        self.do(World.backward_of_a_sum, flying=-self.in_flight)
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_flight)
     @rule(at=st.integers(0, MOST))
     def drop(self, at: int) -> None:
-        chosen = at % len(self.flying)
-        self.do(lambda world: world.drop(chosen))
+        chosen = at % self.in_flight
+        self.do(lambda world: world.drop(chosen), flying=-1)
 
     @rule(size=st.sampled_from((2, 100, LARGEST)), training=st.booleans())
     def look(self, size: int, training: bool) -> None:
@@ -226,38 +296,56 @@ class Steps(RuleBasedStateMachine):
     @rule()
     def break_forward(self) -> None:
         self.do(lambda world: world.break_forward(LARGEST))
-        self.most = max(self.most, len(self.flying) + 1)  # until it fails, it is in flight as well, and told of
+        self.most = max(self.most, self.in_flight + 1)  # until it fails, it is in flight as well, and told of
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_flight)
     @rule(at=st.integers(0, MOST))
     def break_backward(self, at: int) -> None:
-        chosen = at % len(self.flying)
+        chosen = at % self.in_flight
         self.go_backward(chosen)
-        self.do(lambda world: world.break_backward(chosen))
+        self.do(lambda world: world.break_backward(chosen), flying=-1)
 
-    @precondition(lambda self: self.flying and type(self) is Steps)
-    @rule(what=st.sampled_from(CHANGES), to=st.sampled_from((0.5, 1.0, 2.0)))
-    def change(self, what: str, to: float) -> None:
-        """What the forwards in flight found is otherwise for their backwards."""
+    @precondition(lambda self: self.changes)
+    @rule(which=st.integers(0, len(CHANGES) - 1), to=st.sampled_from((0.5, 1.0, 2.0)))
+    def change(self, which: int, to: float) -> None:
+        """What the forwards in flight found is otherwise for their backwards, and for later forwards."""
+        what, self.changed = self.changes[which % len(self.changes)], True
         self.do(lambda world: world.change(what, to))
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.in_flight)
+    @rule(at=st.integers(0, MOST), which=st.integers(0, 30))
+    def write_before_backward(self, at: int, which: int) -> None:
+        chosen, self.changed = at % self.in_flight, True
+        self.go_backward(chosen)
+        self.do(lambda world: world.write_before_backward(chosen, which), flying=-1)
+
+    @precondition(lambda self: self.in_flight)
     @rule()
     def evaluate_backward(self) -> None:
-        self.do(World.evaluate_backward)
+        self.do(World.evaluate_backward, flying=-1)
 
-    @precondition(lambda self: not self.flying)
+    @precondition(lambda self: not self.in_flight)
     @rule(share=st.none() | st.floats(0.0, 1.0))
     def end_step(self, share: float | None) -> None:
+        if self.refused:
+            self.worlds[0].flying.clear()
+            World.end(self.worlds[0])
         self.do(World.end)
         self.meter.mark(f"twin of {self.steps}")
-        for number, act in enumerate(self.done, 1):
-            self.run(act, self.worlds[1], number)
-        assert self.worlds[0].log == self.worlds[1].log
+        if self.refused:  # before a wrong number is made; the step is given up
+            self.worlds[1].network.load_state_dict(self.planned.state_dict())
+        else:
+            for number, act in enumerate(self.done, 1):
+                self.run(act, self.worlds[1], number)
+            assert self.worlds[0].log == self.worlds[1].log
         for world in self.worlds:
             world.log.clear()
         # The first backward in another order than was planned for may take the step over its limit, with a warning.
-        if self.most <= self.known and (self.in_order or self.planned.budget.backward_order == "any"):
+        if (
+            not self.changed
+            and self.most <= self.known
+            and (self.in_order or self.planned.budget.backward_order == "any")
+        ):
             self.checks[str(self.steps)] = self.planned.mem_limit
         self.known = max(self.known, self.most)
         if share is not None:
@@ -265,16 +353,18 @@ class Steps(RuleBasedStateMachine):
         self.begin_step()
 
     def teardown(self) -> None:
-        self.flying.clear()
+        self.worlds[0].flying.clear()
+        self.worlds[0].calm()
         self.planned.zero_grad()
         gc.collect()  # the error of a forward that fails beside others is part of a cycle
         present = sum(each.nbytes for each in (*self.planned.parameters(), *self.planned.buffers()))
         self.meter.mark("over")
         self.meter.__exit__(None, None, None)
-        for step, limit in self.checks.items():
-            assert present + self.meter.phases[step].rise <= limit + OWN, (step, limit)
-        starts = [phase.start for name, phase in self.meter.phases.items() if name.isdigit() or name == "over"]
-        assert max(starts) - min(starts) <= OWN, "something is left from one step to the next"
+        phases = self.meter.phases  # none where a model was planned anew, which takes the same profiler
+        for step, limit in self.checks.items() if phases else ():
+            assert present + phases[step].rise <= limit + OWN, (step, limit)
+        starts = [phase.start for name, phase in phases.items() if name.isdigit() or name == "over"]
+        assert max(starts, default=0) - min(starts, default=0) <= OWN, "something is left from one step to the next"
 
 
 class CapturedSteps(Steps):
