@@ -208,8 +208,7 @@ class Steps(RuleBasedStateMachine):
         replans=st.booleans(),
     )
     def begin(self, told: int, reverse: bool, share: float, gradient: bool, replans: bool) -> None:
-        captured = type(self) is CapturedSteps
-        self.changes = CHANGES if replans or gradient else () if captured else UNSEEN
+        self.changes = CHANGES if replans else () if type(self) is CapturedSteps else UNSEEN
 
         def planned(**options: Any) -> Checkpointable:
             torch.manual_seed(0)
@@ -230,19 +229,25 @@ class Steps(RuleBasedStateMachine):
         globals()["SCALE"] = 1.0
         torch.manual_seed(0)
         self.worlds = tuple(World(each, gradient=gradient) for each in (self.planned, type(self).made_by()))
-        self.meter = memory_meter(CPU)
-        self.meter.__enter__()
+        self.meter = None if replans else memory_meter(CPU)  # planning anew needs the same profiler
+        if self.meter is not None:
+            self.meter.__enter__()
         self.steps = 0
         self.begin_step()
 
     def set_limit(self, share: float) -> None:
-        self.planned.compute_sequence(int(self.least + share * (self.stored - self.least)))
+        least = max(self.least, self.planned.budget.least_bytes())  # more for what steps have shown meanwhile
+        self.planned.compute_sequence(int(least + share * max(0, self.stored - least)))
 
     def begin_step(self) -> None:
         self.steps += 1
         self.most, self.in_order, self.changed, self.refused = 0, True, False, False
         self.done: list[Callable[[World], None]] = []
-        self.meter.mark(str(self.steps))
+        self.mark(str(self.steps))
+
+    def mark(self, name: str) -> None:
+        if self.meter is not None:
+            self.meter.mark(name)
 
     def go_backward(self, at: int) -> None:
         if at < self.in_flight - 1 and not self.any_order:
@@ -255,7 +260,8 @@ class Steps(RuleBasedStateMachine):
             if not self.refused:
                 self.run(act, self.worlds[0], len(self.done))
         except (*REFUSED, RuntimeError) as error:  # autograd's own error, too, where a parameter was written to
-            assert self.changed and (isinstance(error, REFUSED) or "inplace" in str(error)), self.done
+            if not self.changed or not (isinstance(error, REFUSED) or "inplace" in str(error)):
+                raise
             self.refused = True
         self.in_flight += flying
         self.most = max(self.most, self.in_flight)
@@ -331,7 +337,7 @@ class Steps(RuleBasedStateMachine):
             self.worlds[0].flying.clear()
             World.end(self.worlds[0])
         self.do(World.end)
-        self.meter.mark(f"twin of {self.steps}")
+        self.mark(f"twin of {self.steps}")
         if self.refused:  # before a wrong number is made; the step is given up
             self.worlds[1].network.load_state_dict(self.planned.state_dict())
         else:
@@ -358,13 +364,14 @@ class Steps(RuleBasedStateMachine):
         self.planned.zero_grad()
         gc.collect()  # the error of a forward that fails beside others is part of a cycle
         present = sum(each.nbytes for each in (*self.planned.parameters(), *self.planned.buffers()))
+        if self.meter is None:
+            return
         self.meter.mark("over")
         self.meter.__exit__(None, None, None)
-        phases = self.meter.phases  # none where a model was planned anew, which takes the same profiler
-        for step, limit in self.checks.items() if phases else ():
-            assert present + phases[step].rise <= limit + OWN, (step, limit)
-        starts = [phase.start for name, phase in phases.items() if name.isdigit() or name == "over"]
-        assert max(starts, default=0) - min(starts, default=0) <= OWN, "something is left from one step to the next"
+        for step, limit in self.checks.items():
+            assert present + self.meter.phases[step].rise <= limit + OWN, (step, limit)
+        starts = [phase.start for name, phase in self.meter.phases.items() if name.isdigit() or name == "over"]
+        assert max(starts) - min(starts) <= OWN, "something is left from one step to the next"
 
 
 class CapturedSteps(Steps):
