@@ -13,7 +13,7 @@ from tests.distributed.processes import Processes
 
 SCHEDULES = {"GPipe": False, "1F1B": False, "interleaved": False, "zero-bubble": True}
 """Schedules, and whether both backwards of a microbatch run at once (`whole_backward`)."""
-TENSOR_PARALLEL = {"chain": "chain", "Llama": "llama", "Llama, by sequence": "llama, sequence"}
+TENSOR_PARALLEL = {"chain": "chain", "Llama, by sequence": "llama, sequence"}
 SHARE = 0.35
 
 
@@ -28,8 +28,8 @@ def measured_by_ranks() -> list[dict[str, Any]]:
             ranks = two.run(tensor_parallel.same_as_plain, kind, "tensor", SHARE, True)
             found.append({"step": f"TP = 2, {title}", **_closest(list(map(_of_tensor_parallel, ranks)))})
     with tempfile.TemporaryDirectory() as folder, Processes(4, Path(folder) / "four") as four:
-        ranks = four.run(tensor_parallel.same_as_plain, "llama", "both", SHARE, True)
-        found.append({"step": "TP = 2 × FSDP = 2, Llama", **_closest(list(map(_of_tensor_parallel, ranks)))})
+        ranks = four.run(tensor_parallel.same_as_plain, "llama, sequence", "both", SHARE, True)
+        found.append({"step": "TP = 2 × FSDP = 2, Llama, by sequence", **_closest(list(map(_of_tensor_parallel, ranks)))})
     return found
 
 

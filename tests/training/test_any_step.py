@@ -260,7 +260,9 @@ class Steps(RuleBasedStateMachine):
             if not self.refused:
                 self.run(act, self.worlds[0], len(self.done))
         except (*REFUSED, RuntimeError) as error:  # autograd's own error, too, where a parameter was written to
-            if not self.changed or not (isinstance(error, REFUSED) or "inplace" in str(error)):
+            # What a refused step has shown may need more than the limit in later ones.
+            known = isinstance(error, REFUSED) if self.meter is None else self.changed and isinstance(error, REFUSED)
+            if not known and not (self.changed and "inplace" in str(error)):
                 raise
             self.refused = True
         self.in_flight += flying
