@@ -99,6 +99,7 @@ def estimate(
                 fresh_grads=fresh_grads,
                 cache=False,
                 offload=offload,
+                watch=False,
             )
             network.refuse_what_cannot_fit(value)
             with region(autocast):
