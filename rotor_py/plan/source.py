@@ -34,6 +34,7 @@ from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measu
 from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.step_spec import covers, describe, reaches, spec_of
+from rotor_py.stage.first_run import counters_aside
 from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -212,7 +213,7 @@ class LayerSource(SequenceExecutor):
         Returns the only variant, and `value`. Raises UnsupportedModelError if the model cannot be cut.
         """
         parts = LayerParts(sharded=is_sharded(self._model))
-        with operators(), attributes_kept(self._model, caches=False):
+        with operators(), attributes_kept(self._model, caches=False), counters_aside():
             found = cut(self._model, value, device)
             measurement = measure(found, value, device, options, parts)
         # Set these only now: after an error, the earlier plan stays in use.

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.attributes import modules_of
-from rotor_profiling.isolate import Undoing
+from rotor_profiling.isolate import Undoing, undoing
 from rotor_profiling.torch_compat import (
     dispatch_mode_stack,
     function_mode_stack,
@@ -54,13 +55,27 @@ _GLOBAL_HOOKS: list[dict[int, Any]] = [
 ]
 _TABLES = [name for name, table in vars(nn.Module()).items() if isinstance(table, dict) and "state_dict" not in name]
 _PARAMETERS = "_parameters"
+_COUNTERS = ("torch.utils.flop_counter", "torch.utils.module_tracker")
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:
     """Return ids of the hooks that PyTorch calls for every module, except its own counters', which change no result."""
-    tables = [table.items() for table in _GLOBAL_HOOKS if table]
-    counter = "torch.utils.module_tracker"
-    return tuple(number for table in tables for number, hook in table if getattr(hook, "__module__", None) != counter)
+    return tuple(number for table in _GLOBAL_HOOKS for number in _without_counters(table))
+
+
+@contextmanager
+def counters_aside() -> Iterator[None]:
+    """Hide the context from torch's counters, such as `FlopCounterMode`, which count operators and modules."""
+    with undoing() as undo:
+        for table in _GLOBAL_HOOKS:
+            _swap(undo, table, _without_counters(table))
+        modes = [mode for mode in dispatch_mode_stack() if type(mode).__module__ not in _COUNTERS]
+        _swap_modes(undo, dispatch_mode_stack, modes, pop_dispatch_mode, push_dispatch_mode, ())
+        yield
+
+
+def _without_counters(hooks: dict[int, Any]) -> dict[int, Any]:
+    return {number: hook for number, hook in hooks.items() if getattr(hook, "__module__", None) not in _COUNTERS}
 
 
 @dataclass(frozen=True, slots=True)

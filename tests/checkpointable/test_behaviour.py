@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
 from rotor_py.measure.budget import recomputes
@@ -151,6 +152,16 @@ def test_progress_is_reported_by_stage_and_on_a_terminal_a_bar_is_shown(monkeypa
     monkeypatch.setenv("TERM", "xterm")
     Checkpointable(blocks(2, 8)).measure(images())
     assert "measuring" in capsys.readouterr().err
+
+
+def test_a_counter_around_the_step_that_is_planned_counts_that_step_alone() -> None:
+    planned = Checkpointable(blocks(4, 16), mem_limit="1GB", cache=False)
+    counted = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            square(planned(images())).backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
 
 
 def test_a_smaller_batch_uses_the_plan_evaluation_the_model_and_another_shape_is_planned_again() -> None:

@@ -208,6 +208,7 @@ class Steps(RuleBasedStateMachine):
         replans=st.booleans(),
     )
     def begin(self, told: int, reverse: bool, share: float, gradient: bool, replans: bool) -> None:
+        self.replans = replans
         self.changes = CHANGES if replans else () if type(self) is CapturedSteps else UNSEEN
 
         def planned(**options: Any) -> Checkpointable:
@@ -301,6 +302,7 @@ class Steps(RuleBasedStateMachine):
     def look(self, size: int, training: bool) -> None:
         self.do(lambda world: world.look(size, size, training))
 
+    @precondition(lambda self: not (self.replans and self.changed))  # measuring would raise, before the first layer
     @rule()
     def break_forward(self) -> None:
         self.do(lambda world: world.break_forward(LARGEST))
@@ -326,6 +328,23 @@ class Steps(RuleBasedStateMachine):
         chosen, self.changed = at % self.in_flight, True
         self.go_backward(chosen)
         self.do(lambda world: world.write_before_backward(chosen, which), flying=-1)
+
+    @precondition(lambda self: self.changes and not self.in_flight)
+    @rule(which=st.integers(0, len(CHANGES) - 1), to=st.sampled_from((0.5, 2.0)), before=st.booleans())
+    def change_around_one_of_both(self, which: int, to: float, before: bool) -> None:
+        if before:
+            self.change(which, to)
+        self.forward(LARGEST)
+        self.change(which, 1.0 if before else to)
+        self.backward(0, 1)
+        self.end_step(None)
+
+    @precondition(lambda self: not self.in_flight)
+    @rule(which=st.integers(0, 30))
+    def write_between(self, which: int) -> None:
+        self.forward(LARGEST)
+        self.write_before_backward(0, which)
+        self.end_step(None)
 
     @precondition(lambda self: self.in_flight)
     @rule()
