@@ -222,7 +222,7 @@ class Steps(RuleBasedStateMachine):
         self.least, self.stored = probe.budget.least_bytes(), probe.report().store_all_bytes
         self.planned, self.known = planned(forwards_in_flight=told, backward_order="reverse" if reverse else None), told
         self.checks: dict[str, int] = {}
-        self.in_flight = 0
+        self.in_flight, self.gave_up = 0, False
         self.any_order = False
         """whether a backward has come while a later forward was in flight"""
         self.set_limit(share)
@@ -261,11 +261,11 @@ class Steps(RuleBasedStateMachine):
             if not self.refused:
                 self.run(act, self.worlds[0], len(self.done))
         except (*REFUSED, RuntimeError) as error:  # autograd's own error, too, where a parameter was written to
-            # What a refused step has shown may need more than the limit in later ones.
-            known = isinstance(error, REFUSED) if self.meter is None else self.changed and isinstance(error, REFUSED)
+            # A refused stage is stored from then on, which may need more than the limit.
+            known = isinstance(error, REFUSED) and (self.changed or self.gave_up or self.replans)
             if not known and not (self.changed and "inplace" in str(error)):
                 raise
-            self.refused = True
+            self.refused = self.gave_up = True
         self.in_flight += flying
         self.most = max(self.most, self.in_flight)
 
@@ -360,6 +360,7 @@ class Steps(RuleBasedStateMachine):
         self.do(World.end)
         self.mark(f"twin of {self.steps}")
         if self.refused:  # before a wrong number is made; the step is given up
+            gc.collect()  # an error of the engine is part of a cycle
             self.worlds[1].network.load_state_dict(self.planned.state_dict())
         else:
             for number, act in enumerate(self.done, 1):
@@ -380,9 +381,10 @@ class Steps(RuleBasedStateMachine):
         self.begin_step()
 
     def teardown(self) -> None:
-        self.worlds[0].flying.clear()
-        self.worlds[0].calm()
-        self.planned.zero_grad()
+        for world in self.worlds:
+            world.flying.clear()
+            world.calm()
+            world.network.zero_grad()
         gc.collect()  # the error of a forward that fails beside others is part of a cycle
         present = sum(each.nbytes for each in (*self.planned.parameters(), *self.planned.buffers()))
         if self.meter is None:
