@@ -29,7 +29,9 @@ def measured_by_ranks() -> list[dict[str, Any]]:
             found.append({"step": f"TP = 2, {title}", **_closest(list(map(_of_tensor_parallel, ranks)))})
     with tempfile.TemporaryDirectory() as folder, Processes(4, Path(folder) / "four") as four:
         ranks = four.run(tensor_parallel.same_as_plain, "llama, sequence", "both", SHARE, True)
-        found.append({"step": "TP = 2 × FSDP = 2, Llama, by sequence", **_closest(list(map(_of_tensor_parallel, ranks)))})
+        found.append(
+            {"step": "TP = 2 × FSDP = 2, Llama, by sequence", **_closest(list(map(_of_tensor_parallel, ranks)))}
+        )
     return found
 
 

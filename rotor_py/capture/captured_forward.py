@@ -21,7 +21,7 @@ from torch import fx, nn
 from rotor_profiling import isolated, tensors_in, torch_compat
 from rotor_profiling.backends import prediction
 from rotor_profiling.storage import layout_of
-from rotor_profiling.torch_compat import TorchRuntimeError, Unsupported, dispatch_mode_stack
+from rotor_profiling.torch_compat import TorchRuntimeError, Unsupported, dispatch_mode_stack, function_mode_stack
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.fsdp_markers import FSDPMarks
 from rotor_py.capture.graph.stage_graph import run_graph
@@ -141,15 +141,17 @@ def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_modes() -> None:
-    """Raise UnsupportedModelError if the caller has entered a dispatch mode under which TorchDynamo does not trace."""
+    """Raise UnsupportedModelError in a mode of the caller that TorchDynamo does not trace, or traces wrongly."""
     # TorchDynamo traces under modes that set one of these flags; which one it reads depends on the release.
     flags = ("is_infra_mode", "ignore_compile_internals")
     modes = [mode for mode in dispatch_mode_stack() if not any(getattr(mode, flag, bool)() for flag in flags)]
+    # Traced functions do not reach the caller's function modes; torch's own, such as a default device, are traced.
+    modes += [mode for mode in function_mode_stack() if not type(mode).__module__.startswith("torch.")]
     if modes:
         names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
         raise UnsupportedModelError(
             f"leave {names} out of training steps, or use it around the attribute `model`: TorchDynamo has to capture "
-            "the model anew for this step, and captures nothing under such a mode",
+            "the model anew for this step, and does not capture what such a mode does",
             kind="capture_suspended",
             name=names,
         )
