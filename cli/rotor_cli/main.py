@@ -126,7 +126,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 @_number("--grad-accumulation", metavar="SAMPLES", help="For --batch max or best: samples per optimizer step.")
 @click.option("--input", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
 @click.option("--config", metavar="JSON", help="Configuration of a model class of transformers, as JSON or a file.")
-@_number("--slots", default=500, help="Least number of units in which the solver counts memory.")
+@_number("--slots", default=500, help="Slots into which the solver divides memory: more find better plans, but slower.")
 @_flag("--fresh-grads", help="Your loop frees gradients between steps: zero_grad(set_to_none=True).")
 @_flag("--step-in-backward", help="The optimizer steps each parameter in the backward: step_in_backward=.")
 @click.option(

@@ -192,7 +192,7 @@ def _device(request: Request) -> _Rules:
             several = split_count(device)[1] > 1
         refused = {
             "--verify": (request.verify, "trains a step on the device"),
-            "--compile": (request.compile, "compiles the stages for the device, and measures them there"),
+            "--compile": (request.compile, "compiles and measures the stages on the device"),
             "--offload": (moves and request.offload != "host", "to a file measures copies from the device"),
             f"--batch {request.batch}": (moves and request.batch_aim, "with --offload trains steps on the device"),
             "--pipeline": (request.pipeline, "measures a microbatch on the device"),

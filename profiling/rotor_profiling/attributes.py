@@ -161,7 +161,7 @@ def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
-    # Parameters and buffers do not count as attributes, even if an attribute lists them, as in recurrent layers.
+    # Storages that callers leave out: recurrent layers also list their parameters in an ordinary attribute.
     tables = [table for module in modules for table in (module._parameters, module._buffers)]
     return storages(each for table in tables for each in table.values() if each is not None)
 

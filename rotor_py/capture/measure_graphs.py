@@ -84,7 +84,8 @@ class SavedOutside(saved_tensors_hooks):
             self.bytes |= new
             frame = next((each for each in reversed(traceback.extract_stack()) if is_users(each.filename)), None)
             line = self.line or ("an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}")
-            # A local variable of the layer's forward shows a packed sequence. Find it by file: TorchDynamo renames it.
+            # In the forward of `nn.RNNBase`, `batch_sizes` is not None for a packed sequence. TorchDynamo renames
+            # functions, so find the forward by its file.
             if any(
                 each.f_code.co_filename == _RECURRENT and each.f_locals.get("batch_sizes") is not None
                 for each, _ in traceback.walk_stack(None)

@@ -7,9 +7,9 @@ Note [Questions about data]
 
   1. Traced code tests a condition with `holds(condition)`, called a question, which returns an assumed answer.
      TorchDynamo goes on with it, and the graph gets a node that compares the condition with the assumed answer.
-  2. The condition must be computable before the first stage. Its node belongs to the context, and runs before anything
-     that cannot be undone: it raises `OtherAnswerError` if the data give the other answer. The forward is then called
-     again with the other answer assumed, and has another graph.
+  2. The condition must be computable before the first stage. The node that compares it runs before all stages, so
+     before anything that cannot be undone: it raises `OtherAnswerError` if the data give the other answer. The forward
+     is then called again with the other answer assumed, and has another graph.
   3. The answer no is right for every batch: the library then takes the branch that it takes in any traced code. So
      no is assumed where a wrong answer could not be corrected: about tensors that require a gradient, after a graph has
      run, and about the batch if several processes train, which have different batches but must run the same stages.

@@ -1,4 +1,4 @@
-"""Translate a sequence into instructions for the tape, with stage runners that serve all forwards of a plan."""
+"""Translate a solver's sequence into `Instructions`, which `Tape` follows; make the `Runners` that run stages."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
-                raise _not_nested(f"{Backward(first)} is missing after the backwards of later stages", stage=first)
+                raise _not_nested(f"{Backward(first)} must follow the backwards of later stages", stage=first)
             items.append(first)
             rest = rest[1:]
         else:

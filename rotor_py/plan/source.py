@@ -122,7 +122,7 @@ _OPERATORS = "torch.nn."  # package whose layers without inner layers are single
 class LayerParts:
     """Finds how layers of one model can be stored in part. `sharded`: whether `fully_shard` was applied to the model.
 
-    Captures one layer of each kind, and none for which partial storage cannot save memory.
+    Captures one of the layers that compute the same, and only if partial storage can save enough bytes to matter.
     """
 
     def __init__(self, *, sharded: bool = False) -> None:

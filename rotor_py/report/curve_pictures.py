@@ -25,7 +25,7 @@ class Column:
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` numbers between `low` and `high`: multiples of 1, 2 or 5 times a power of ten."""
+    """Return the multiples of a step between `low` and `high`: of the smallest 1, 2 or 5 · 10ⁿ with at most `most`."""
     if not high > low:
         return [low]
     power = math.floor(math.log10((high - low) / most))

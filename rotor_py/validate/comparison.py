@@ -49,9 +49,8 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 
 
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
-    """Return algorithms by name: "optimal, whole" only stores and recomputes, each other adds a family of options.
-
-    A family is "in part" or one of `_KEEPERS`. A single one has no algorithm, since the optimal plan is the same.
+    """Return algorithms by name: "optimal, whole" stores or recomputes whole stages; each of the rest may also use one
+    family of options, "in part" or one of `_KEEPERS`. A single family has none, since the optimal plan is the same.
     """
     known = {name for names in measurement.way_names for name in names}
     families = {"in part": {name for name in known if not name.endswith(_KEEPERS)}}
@@ -105,7 +104,8 @@ OPTIMAL, EVERY = "optimal", "every n layers"
 class ComparedStrategy:
     """A strategy, and the predicted bytes and seconds of a step by it.
 
-    If it does not fit, they are for its least peak. `overhead` is the ratio of its seconds to storing everything's.
+    If no sequence of the strategy fits, they are those of its sequence with the least peak. `overhead` is the ratio of
+    its seconds to storing everything's.
     """
 
     strategy: str

@@ -291,7 +291,9 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
-    """Cut a graph where `other`, the same for other sizes, has its `cuts`; None if operators or live tensors differ."""
+    """Return the cut points of `facts` that give the stages of `cuts` of `other`, a graph of the same code for other
+    input sizes. None if the graphs' operators, or the tensors live at a cut, differ.
+    """
     if facts.operators != other.operators:
         return None
     # Compare nodes with tensors only: nodes that compute sizes differ between graphs with constant and symbolic sizes.

@@ -66,7 +66,7 @@ def optimum(chain: Chain, mem_limit: int) -> float:
 
 # Number of neighbouring stages that the coarse chain, solved first, merges into one. Not measured; more slow its plan.
 _GROUP = 4
-# If a table is too large, slots grow by this factor beyond the estimate. Not measured; too high coarsens needlessly.
+# If a table is too large, its slots are made larger by the excess times this factor. Not measured; more coarsens plans.
 _MARGIN = 1.1
 # Number of stages up to which a chain's first table has a row for every interval. Not measured; more cost solve time.
 _SHORT = 64

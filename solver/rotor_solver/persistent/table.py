@@ -128,7 +128,7 @@ class Table:
                 progress(done, total, what)
 
     def lower_bound(self, room: int) -> float:
-        """Return the least seconds, up to `scale`, by which plans in `room` bytes are slower than storing all."""
+        """Return a lower bound, at most `scale`, of the seconds by which plans in `room` bytes exceed storing all."""
         return self._read(0, -(-(room - int(self.grid.offset[0])) // self.grid.unit))
 
     def later(self) -> Floats:

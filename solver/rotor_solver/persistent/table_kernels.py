@@ -321,7 +321,7 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
     under the conditions of `fill`. Slot rows.high of a row stands for all slots from there on.
     """
     length, tail, count = len(grid.band), grid.tail, len(rows.begin)
-    # [size] out(i, l, m), where `flat` has Opt(i, l, m).
+    # [size] Laid out like `flat`: out(i, l, m) has the index that Opt(i, l, m) has there.
     out = np.full_like(flat, np.inf)
     low, high, outside = np.zeros(count, np.int64), np.zeros(count, np.int64), np.full(count, np.inf)
     loss = count - 1

@@ -1,4 +1,4 @@
-"""A plan for a pipeline, the division of limits among its parts, and the simulation of its step.
+"""The plan of a pipeline of parts (runs of stages), the division of each rank's limit, and the simulated step.
 
 The simulation uses only the order of actions and the costs of one microbatch, and no code that finds plans.
 """
