@@ -32,7 +32,7 @@ class limit_memory:  # noqa: N801  (users call it like a function)
     Args:
         accelerator: an Accelerator that has not prepared the model yet.
         mem_limit: limit of a whole step's peak, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, if the model computes no loss.
+        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, unless it has one.
 
     Raises ValueError and TypeError as `Checkpointable` does.
     """
