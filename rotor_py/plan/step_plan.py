@@ -207,8 +207,13 @@ class StepPlan:
 
     @contextmanager
     def without_budget(self) -> Iterator[None]:
-        """Inside the context, compiled stages save the tensors that the compiler chooses without a limit."""
-        assert self.cut is not None
+        """Inside the context, compiled stages save the tensors that the compiler chooses without a limit.
+
+        Those of a captured model's plan from a file are compiled at the model's first step, and stay as they are.
+        """
+        if self.cut is None:
+            yield
+            return
         stages = tuple(
             (name, stage.with_ways(()) if isinstance(stage, CompiledStage) and stage.room is not None else stage)
             for name, stage in self.cut.stages

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rotor_py import Checkpointable, Plan, PlanMismatchError
+from rotor_py import Checkpointable, Plan, PlanMismatchError, verify
 from rotor_py.compile.stage_code import StageCode
 from rotor_solver import store_all
 from tests.compile.network import Net, batch, loss, measured, middle, network, peak, results, same
@@ -59,6 +59,8 @@ def test_options_have_to_be_given_again(tmp_path: Path) -> None:
     found = loaded(tmp_path / "plan.json", 1, compile=EAGER_DRAWS)
     loss(found(batch())).backward()
     assert found.compiled
+    (verified,) = verify(found, batch(), loss=loss)
+    assert verified.problem(found.mem_limit) is None
 
 
 def test_a_plan_without_compiled_stages_is_not_compiled(tmp_path: Path) -> None:
