@@ -44,10 +44,10 @@ def mutation(why: str, old: str, new: str, *cases: str) -> Mutation:
 MUTATIONS = [
     # The tape
     mutation(
-        "checkpoints are kept to the end of the step",
-        "        held.inputs.drop_all_but(step.live)\n        return value",
-        "        return value",
-        "chain",
+        "checkpoints are kept beyond the recomputations that read them",
+        "        self._refuse_overwritten(stage, value, before)\n        held.inputs.drop_all_but(step.live)\n",
+        "        self._refuse_overwritten(stage, value, before)\n",
+        "two in flight, in reverse",
     ),
     mutation(
         "every checkpoint asks for a gradient",
@@ -104,7 +104,7 @@ MUTATIONS = [
         "a recomputation finds a buffer as the first run has left it",
         "                copy = before.clone()\n",
         "                copy = table[name].clone()\n",
-        "chain",
+        "two in flight, in reverse",
     ),
     mutation(
         "a recomputation moves a buffer again",
