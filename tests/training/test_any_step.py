@@ -125,9 +125,11 @@ class World:
     def break_forward(self, size: int) -> None:
         if any(isinstance(each, Breaking) for each in self.network.modules()):  # else it would be in flight
             Breaking.fails = True
-            with suppress(_StopError):
-                self.network(rows(size, 0).requires_grad_(self.gradient))
-            Breaking.fails = False
+            try:
+                with suppress(_StopError):
+                    self.network(rows(size, 0).requires_grad_(self.gradient))
+            finally:
+                Breaking.fails = False
 
     def break_backward(self, at: int) -> None:
         def stop(gradient: torch.Tensor) -> None:
