@@ -60,7 +60,7 @@ _COUNTERS = ("torch.utils.flop_counter", "torch.utils.module_tracker")
 
 def hooks_on_all_modules() -> tuple[int, ...]:
     """Return ids of the hooks that PyTorch calls for every module, except its own counters', which change no result."""
-    return tuple(number for table in _GLOBAL_HOOKS for number in _without_counters(table))
+    return tuple(number for table in _GLOBAL_HOOKS if table for number in _without_counters(table))
 
 
 @contextmanager
