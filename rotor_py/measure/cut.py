@@ -24,6 +24,7 @@ from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.error_context import During
 from rotor_py.stage.first_run import hooks_on_all_modules
+from rotor_py.stage.protocol import is_called_plainly
 
 _log = logging.getLogger("rotor_py")
 Layer = tuple[str, nn.Module]
@@ -70,38 +71,22 @@ def layers(model: nn.Module) -> list[Layer]:
         name = type(model).__name__
         text = f"write {name} as an nn.Sequential of its layers (rotor_py.models has examples), to cut it into stages"
         raise UnsupportedModelError(text, kind="not_sequential", name=name)
-    return list(_layers("", model))
-
-
-def _layers(path: str, module: nn.Module) -> Iterator[Layer]:
-    for key, child in module._modules.items():
-        if child is None:
-            continue
-        if _opens(child):
-            yield from _layers(f"{path}{key}.", child)
-        else:
-            yield path + key, child
+    return [(path, module) for path, module, opens in _walk("", model) if not opens]
 
 
 def opened(model: nn.Module) -> tuple[str, ...]:
     """Return the dotted paths of the containers that `layers` splits into their layers; empty if not a chain."""
-    return tuple(_opened("", model)) if is_chain(model) else ()
+    return tuple(path for path, _, opens in _walk("", model) if opens) if is_chain(model) else ()
 
 
-def _opened(path: str, module: nn.Module) -> Iterator[str]:
+def _walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield the path and module of containers and layers, and whether it is a container to split."""
     for key, child in module._modules.items():
-        if child is not None and _opens(child):
-            yield path + key
-            yield from _opened(f"{path}{key}.", child)
-
-
-def _opens(module: nn.Module) -> bool:
-    """Whether a call of `module` only calls its layers in order."""
-    if not is_chain(module) or not module._modules or module._compiled_call_impl is not None or hooks_on_all_modules():
-        return False
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+        if child is not None:
+            opens = bool(is_chain(child) and child._modules) and is_called_plainly(child) and not hooks_on_all_modules()
+            yield path + key, child, opens
+            if opens:
+                yield from _walk(f"{path}{key}.", child)
 
 
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:

@@ -198,6 +198,11 @@ def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -
     return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
 
 
+def is_called_plainly(module: nn.Module) -> bool:
+    """Whether a call of `module` runs its class's forward and nothing else but hooks on all modules."""
+    return not _replaced(module) and not _hooked(module)
+
+
 @contextmanager
 def calling_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside the context, the first call of `module` runs its hooks, but `forward` instead of its own forward."""

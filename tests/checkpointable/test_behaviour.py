@@ -192,6 +192,11 @@ def _doubled(layers: nn.Sequential, value: torch.Tensor) -> torch.Tensor:
     return 2 * nn.Sequential.forward(layers, value)
 
 
+class CalledTwice(nn.Sequential):
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(value)
+
+
 def test_a_model_that_has_changed_is_planned_anew() -> None:
     planned = planned_at(0.3)
     planned.mem_limit = "1GB"
@@ -201,6 +206,7 @@ def test_a_model_that_has_changed_is_planned_anew() -> None:
         lambda: planned[1][1].eval(),
         lambda: planned[1].register_forward_hook(lambda module, arguments, output: 3 * output),
         lambda: setattr(planned[2], "forward", MethodType(_doubled, planned[2])),
+        lambda: planned.__setitem__(2, CalledTwice(nn.Conv2d(16, 16, 1))),
     ):
         sequence = planned.sequence
         planned.zero_grad()
