@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -130,7 +131,9 @@ def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
         if prediction() is None:
             _refuse_modes()
         call.compiled.traced += 1
-        with call.tracing.configured(call.begin_tracing, call.compiled.breaks.append):
+        with warnings.catch_warnings(), call.tracing.configured(call.begin_tracing, call.compiled.breaks.append):
+            # TorchDynamo reads `.grad` of the inputs, which earlier graphs or layers may have made.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             keep_image_sizes(tensors_in(call.inputs))
             found = callback(*args, **kwargs)
         if getattr(found, "guarded_code", found) is None and not torch_compat.dynamo_skips(args[0].f_code):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import traceback
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -184,9 +183,7 @@ def measure_graphs(
     state = RandomState.now((device,))
     with attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
         try:
-            with outside, warnings.catch_warnings():
-                # TorchDynamo reads `.grad` of tensors that earlier graphs have made.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            with outside:
                 # Copy the containers: a forward may change a dict that it gets.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
             found.output = as_left(model, output)  # cast as by FSDP's hook on the model, which did not run here

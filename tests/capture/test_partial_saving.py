@@ -374,10 +374,16 @@ def test_a_layer_stored_in_part_has_its_side_effects_and_later_hooks_and_holds_n
     for each in (batch, 2 * batch):
         planned(each).sum().backward()
         assert torch.equal(layer.mean, each.mean())  # type: ignore[arg-type]
+    made = 2 * batch.clone().requires_grad_()
+    planned(made).sum().backward(retain_graph=True)
+    planned.sequence = in_part(planned)
+    torch.compiler.reset()
+    planned(made).sum().backward(retain_graph=True)  # captures the layer on a tensor that others have made
+    assert not logged(caplog, "stored_whole")
     calls: list[torch.Size] = []
     layer.inner.register_forward_hook(lambda module, args, output: calls.append(output.shape))
     with caplog.at_level("WARNING", "rotor_py"):
-        planned(batch).sum().backward()
+        planned(made).sum().backward()
     assert len(calls) == 1
     assert logged(caplog, "stored_whole", name="0")
 
