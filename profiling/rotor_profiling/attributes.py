@@ -1,7 +1,7 @@
 """Record and restore plain attributes that a module's forward changes, such as a count of calls.
 
-Parameters, buffers and submodules are not plain attributes: they have tables of their own. Modules generated from a
-graph (`HasKind`) are left out, since they set no attributes.
+Parameters, buffers and submodules are not plain attributes: a module keeps them in separate tables. Modules generated
+from a graph (`HasKind`) set no attributes, so their attributes are not recorded.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from rotor_profiling.storage import storage_bytes, storages, tensors_in
 from rotor_solver.described_error import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
-# Classes whose contents are restored. Subclasses are not: they may refuse `clear`, as model outputs of transformers do.
+# Classes of containers whose contents are restored. A subclass may refuse `clear`, as model outputs of transformers do.
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _MISSING = object()
 
-# By module that has run, the names of attributes that a run changed from one value to another.
+# For each module that has run, the names of attributes that a run changed and that were neither missing nor None.
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-# By module that has run, the names of attributes with tensors that a run wrote into.
+# For each module that has run, the names of attributes with a tensor that a run wrote to in place.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-Contents = list[tuple[Any, Any]]  # Containers, each with a shallow copy
+Contents = list[tuple[Any, Any]]  # Pairs of a container and a shallow copy of it
 Table = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute that a run changed, with its former value; `_MISSING` if it did not exist.
+    """An attribute that a run changed, and its `value` before the run; `_MISSING` if it did not exist.
 
-    If the attribute is a tensor, `version` is its former version counter, and `values` a copy of its former values,
-    if one was made.
+    Of a tensor, `version` is the version counter before the run, and `values` a copy made before the run, if any.
+    `contents` has copies of a container, and of containers inside it, made before the run.
     """
 
     module: nn.Module
@@ -55,17 +55,17 @@ class Change:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the former values of a tensor have been overwritten without a copy."""
+        """Whether the former values of a tensor are lost: a run wrote to it, and no copy had been made."""
         return self.values is None and self.version is not None and self.value._version != self.version
 
     def restore_for_recompute(self) -> None:
-        """Restore the former state for a recomputation, which may write to it: so a tensor is restored as a copy."""
+        """Restore the attribute for a recomputation, which writes to a tensor with a copy, so clone the copy."""
         self._set(self.value if self.values is None else self.values.clone())
 
     def put_back(self) -> None:
         """Restore the former object as the attribute, with its former contents and values."""
         if self.values is not None:
-            # `data` leaves the version counter as it is: a graph that has saved the tensor checks it in its backward.
+            # A write to `data` does not raise the version counter, which autograd compares in its backward.
             self.value.data.copy_(self.values)
         self._set(self.value)
 
@@ -88,7 +88,7 @@ class Change:
 class Attributes:
     """Snapshot of the plain attributes of the modules of `function`.
 
-    Copies tensors that earlier runs wrote into; for a module that has not run before, all tensors.
+    Has copies of the tensors that earlier runs wrote to; of a module that has not run before, copies of all tensors.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -97,7 +97,7 @@ class Attributes:
     def changes(self) -> list[Change]:
         """Return the changes since the snapshot.
 
-        Raises RuntimeError if a run wrote into a tensor for the first time, so that the snapshot has no copy.
+        Raises RuntimeError if a run wrote to a tensor that no earlier run wrote to: the snapshot has no copy of it.
         """
         return [each for before in self._before for each in _changes(*before)]
 
@@ -116,7 +116,7 @@ class Attributes:
     def put_back(self, *, caches: bool = True) -> None:
         """Restore all attributes to the snapshot.
 
-        Without `caches`, keeps caches: attributes that were missing or None before and that no run changed again.
+        With `caches=False`, keeps caches: attributes that were missing or None, and that no run changed once set.
         """
         for change in self.changes():
             if caches or not change.was_empty or change.name in _changing[change.module]:
@@ -134,16 +134,16 @@ def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Ite
 
 
 def sets_attributes(function: Callable[..., Any]) -> bool:
-    """Return whether a run of `function` has changed an attribute from one value to another."""
+    """Return whether a run of `function` has changed an attribute that was neither missing nor None."""
     return any(_changing.get(module) for module in modules_of(function, but=HasKind))
 
 
 def kept_bytes(function: Callable[..., Any]) -> int:
-    """Return the bytes of tensor attributes held for a recomputation of `function`, as far as its runs have shown."""
+    """Return the bytes of tensors in changing attributes, of which a recomputation of `function` needs the old ones."""
     modules = modules_of(function, but=HasKind)
     owned = _owned(modules)
     return sum(
-        (1 + (name in _written[module]))  # the recomputation writes into a copy
+        (1 + (name in _written[module]))  # if a run writes to the tensor, the recomputation writes to a second copy
         * storage_bytes(tensors_in(vars(module).get(name)), owned)
         for module in modules
         for name in _changing.get(module, ())
@@ -151,7 +151,7 @@ def kept_bytes(function: Callable[..., Any]) -> int:
 
 
 def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """Return tensors in attributes that every run replaces, as weight norm does: each stays until the next run."""
+    """Return tensors that runs leave in attributes, as weight norm does: in memory until the next run replaces them."""
     modules = modules_of(function, but=HasKind)
     changing = [(module, name) for module in modules for name in _changing.get(module, ())]
     names = [(module, name) for module, name in changing if name not in _written[module]]
@@ -161,13 +161,13 @@ def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
-    # Storages that callers leave out: recurrent layers also list their parameters in an ordinary attribute.
+    # Storages of parameters and buffers, which do not count as attributes, although recurrent layers list them in one.
     tables = [table for module in modules for table in (module._parameters, module._buffers)]
     return storages(each for table in tables for each in table.values() if each is not None)
 
 
 def with_gradients(changes: Iterable[Change]) -> list[str]:
-    """Return the names of attributes that changed to tensors with a `grad_fn`, except those that hooks recreate."""
+    """Return the names of attributes that now hold a tensor with a `grad_fn`, except those that a pre-hook computes."""
     return [
         change.name
         for change in changes
@@ -177,7 +177,7 @@ def with_gradients(changes: Iterable[Change]) -> list[str]:
 
 
 def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list[nn.Module]:
-    """Return the modules that `modules()` yields, faster, except modules of class `but` and the modules in them."""
+    """Return the modules in `function`, itself included, except modules of class `but` and the modules in them."""
     found: dict[nn.Module, None] = {}
     pending: list[Any] = [function] if isinstance(function, nn.Module) else []
     while pending:
@@ -190,7 +190,7 @@ def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list
 
 
 def _before(module: nn.Module) -> tuple[Table, list[Change]]:
-    """Return all attributes, and `Change` records of containers and tensors, which a run may change in place."""
+    """Return a module's attributes, and a `Change` for each container or tensor, which a run may change in place."""
     values = dict(vars(module))
     inside, written = [], _written.get(module)
     for name, value in values.items():
@@ -220,7 +220,7 @@ def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator
 
 
 def _differences(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[tuple[Change, bool]]:
-    """Yield every change, and whether the run wrote into a tensor."""
+    """Yield each changed attribute, and whether the run wrote to its tensor in place."""
     now = vars(module)
     if now.keys() == values.keys() and all(map(operator.is_, now.values(), values.values())):  # most modules
         changed = set()

@@ -1,7 +1,7 @@
-"""Select the memory meter and the stopwatch of all measurements.
+"""Choose the memory meter and the stopwatch for measurements.
 
-A present device, CPU or CUDA, is measured. For an absent device, `using` installs a `Prediction`; the same code then
-runs on fake tensors.
+The CPU and a present CUDA device are measured. For an absent device, `using` installs a `Prediction`, whose meter and
+stopwatch the same code uses on fake tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rotor_solver.described_error import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class Storages:
-    """Tells storages of a device type apart, and counts their bytes, rounded up by its allocator to whole `block`s."""
+    """Identifies storages of a device type, and rounds bytes up to multiples of `block`, as the allocator does."""
 
     block: int
-    fake: bool = False  # A fake storage has no data address: its key is the address of its C++ object
+    fake: bool = False  # Whether storages are fake, and so identified by their C++ object instead of their data
 
     def key(self, storage: torch.UntypedStorage) -> int:
         """Return a number that is unique among live storages."""
@@ -75,7 +75,7 @@ _STORAGES = {"cpu": Storages(1), "cuda": Storages(512)}
 
 @cache
 def _wake_engine(device: torch.device) -> None:
-    # Creates the CUDA context in the engine's thread for `device`: without it, cuBLAS warns at a first matrix product.
+    # Create the CUDA context in autograd's thread for `device`: without it, cuBLAS warns at the first matrix product.
     with torch.enable_grad():
         scalar = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(scalar.exp(), scalar)
@@ -86,7 +86,7 @@ _prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.predict
 
 @contextmanager
 def using(prediction: Prediction) -> Iterator[None]:
-    """Inside this context and thread, predict all measurements for the device of `prediction`."""
+    """Inside this context, have all measurements of this thread use the meter and stopwatch of `prediction`."""
     before = _prediction.set(prediction)
     try:
         yield
@@ -95,7 +95,7 @@ def using(prediction: Prediction) -> Iterator[None]:
 
 
 def prediction() -> Prediction | None:
-    """Return the prediction of the enclosing `using`; None if devices are measured."""
+    """Return the prediction of the enclosing `using`; None outside of one, where devices are measured."""
     return _prediction.get()
 
 
@@ -107,7 +107,7 @@ def _is_cpu(device: torch.device) -> bool:
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """Return a meter for `device`. Raises ValueError for a device type that cannot be measured."""
+    """Return a meter of memory on `device`. Raises ValueError for device types other than CPU and CUDA."""
     if (predicted := prediction()) is not None:
         return predicted.memory_meter(device)
     if _is_cpu(device):
@@ -124,21 +124,21 @@ def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
 
 
 def storages_of(kind: str) -> Storages:
-    """Return the `Storages` of a device type; an unknown type has those of the CPU."""
+    """Return the `Storages` of the predicted device, if any, else of the device type `kind`; the CPU's if unknown."""
     if (predicted := prediction()) is not None:
         return predicted.storages
     return _STORAGES.get(kind, _STORAGES["cpu"])
 
 
 def operators() -> AbstractContextManager[object]:
-    """Return a context in which an absent device's operators replace those of the CPU, such as attention kernels."""
+    """Return a context in which operators of the predicted device, such as attention kernels, replace the CPU's."""
     predicted = prediction()
     return nullcontext() if predicted is None else predicted.operators()
 
 
 @contextmanager
 def operators_as_called() -> Iterator[None]:
-    """Suspend the context `operators`, whose substitution TorchDynamo would trace."""
+    """Inside this context, suspend all function modes, such as that of `operators`, which TorchDynamo would trace."""
     if prediction() is None:
         yield
         return
@@ -150,11 +150,11 @@ def operators_as_called() -> Iterator[None]:
             push_function_mode(mode)
 
 
-# CUDA libraries allocate workspaces at first use and keep them: allocate them before planning, so that they count.
+# CUDA libraries allocate workspaces at first use, and keep them. Use them before planning, so that plans count these.
 
 
 def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
-    """Allocate the persistent workspaces of matrix products, if `model` has any, for forwards and backwards.
+    """Allocate the workspaces of matrix products, which stay allocated, if `model` has a parameter that is a matrix.
 
     PyTorch allocates the workspaces of cuBLAS and cuBLASLt at each thread's first use (`getCurrentCUDABlasHandle` and
     `getCUDABlasLtWorkspace` in aten/src/ATen/cuda), also in the engine's thread. With cached measurements, no backward
@@ -182,7 +182,7 @@ class _Both(torch.autograd.Function):
 
 
 def _product(scalar: torch.Tensor) -> torch.Tensor:
-    """Compute a linear layer with a bias, which uses cuBLASLt, and a product of two matrices."""
+    """Compute a linear layer with a bias, which uses cuBLASLt, and a matrix product, which uses cuBLAS."""
     with torch.no_grad():
         square = scalar.new_zeros(16, 16)
         return torch.addmm(square[0], square, square).mm(square).sum()

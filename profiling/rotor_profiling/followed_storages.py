@@ -1,10 +1,10 @@
-"""Follow storages from creation to release and count them, even those of fake tensors, which no allocator sees.
+"""Follow storages from creation to release and count their bytes, even those of fake tensors, which no allocator has.
 
-Also covers two cases that a dispatch mode does not see:
+A dispatch mode follows the results of operators. Code here also follows two changes of memory that it does not show:
 
-* Resized storages. FSDP frees whole parameters by emptying their storage, and resizes it to gather them again.
-* Sums of gradients that the engine computes in place if it is the only holder of the first one (`accumulate` in
-  torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode, it makes a new tensor instead.
+* FSDP frees gathered parameters by resizing their storage to zero, and resizes it again to gather them.
+* The engine adds a gradient to an earlier one in place if nothing else refers to that (`accumulate` in
+  torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode, the engine makes a new tensor instead.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rotor_profiling.torch_compat import TorchDispatchMode, engine_run_backward
 
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = engine_run_backward.__code__
-# Files of torch on the stack between two dispatch modes: their functions disable TorchDynamo or call the next mode.
+# Files of torch whose functions may be on the stack between two dispatch modes: they disable TorchDynamo or dispatch.
 _BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_ops.py")
 
 
 class AddedGradients:
-    """Detect the sums of gradients that the engine would make in place, if only it holds the first summand.
+    """Detect sums of gradients that the engine would compute in place without a dispatch mode.
 
-    One false positive: to gradients retained from an earlier backward (`retain_grad`), the engine adds out of place.
+    Wrong for a gradient that an earlier backward retained (`retain_grad`): the engine adds to that out of place.
     """
 
     def __init__(self) -> None:
         # Name and sequence number of the last node that ran; not the node itself, which would keep its tensors alive
         self._node: tuple[str, int] | None = None
-        # ids of tensors made since that node began: intermediates of its formula, not gradients that wait for a sum
+        # ids of tensors made since that node began: results of its formula, not gradients from earlier nodes
         self._made: set[int] = set()
 
     def first_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -82,21 +82,21 @@ class FollowedStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        # By handle of a storage (reused after its release), the number of the present storage
+        # Maps the address of each live storage's C++ object, which is reused after its release, to a unique number
         self._followed: dict[int, int] = {}
         self._count = 0
         self._added = AddedGradients()
-        # Handle of a first summand, and the sum's storage, until it is known whether the sum would be in place
+        # Key in `_followed` of a first summand, and the sum's storage, until it is known if the sum would be in place
         self._sum: tuple[int, torch.UntypedStorage] | None = None
 
     def taken(self, number: int, size: int) -> None:
-        """Called when a storage of `size` bytes is created; `number` identifies it until its release."""
+        """Called when an operator has made a storage of `size` bytes, to which `number` belongs until its release."""
 
     def freed(self, number: int) -> None:
         """Called when the storage `number` is released."""
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Called after an operator has returned `out`, whose new storages are followed by then."""
+        """Called after an operator has returned `out`, and after `taken` for its new storages."""
 
     def follows(self, tensor: torch.Tensor) -> bool:
         """Return whether to follow the storage of `tensor`, an operator's result."""
@@ -116,13 +116,13 @@ class FollowedStorages(TorchDispatchMode):
         self._followed.clear()
 
     def settle(self) -> None:
-        """If the last sum's first summand is still alive, as other code holds it, count the sum as new memory."""
+        """If other code keeps the first summand of the last sum alive, count the sum's memory as newly allocated."""
         if self._sum is not None:
             (_, storage), self._sum = self._sum, None
             self.follow(storage)
 
     def __enter__(self) -> FollowedStorages:
-        # No dispatch mode sees the resizing by which FSDP2 frees gathered parameters and gathers them again.
+        # FSDP2 resizes storages by this method, which is no operator, so dispatch modes do not see it.
         before = self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:
@@ -141,7 +141,7 @@ class FollowedStorages(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let TorchDynamo's captured code run as it is under this mode."""
+        """Have `torch.compile` compile under this mode, instead of running the code uncompiled."""
         return True
 
     def __torch_dispatch__(
@@ -150,7 +150,7 @@ class FollowedStorages(TorchDispatchMode):
         kwargs = kwargs or {}
         self.settle()
         first = self._added.first_of(func, args, kwargs)
-        # Storages of local parts: the mode is off inside a DTensor's operator, which infers shapes at global size.
+        # Of a DTensor, read the local part's storage: the mode is off while DTensor infers shapes at global size.
         given = {local(tensor).untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         out = func(*args, **kwargs)
         made = tensors_in(out)
@@ -167,13 +167,13 @@ class FollowedStorages(TorchDispatchMode):
         return out
 
     def _await(self, first: torch.UntypedStorage, total: torch.UntypedStorage) -> None:
-        """Let the sum `total` take over the memory of its `first` summand, if released before the next operator."""
+        """Count no new memory for the sum `total` if its `first` summand is freed before the next operator."""
         if first._cdata not in self._followed:  # a followed storage already has a finalizer
             weakref.finalize(first, self._end, first._cdata).atexit = False
         self._sum = first._cdata, total
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a resized storage as freed and taken again, even if it existed before the mode."""
+        """Count a resized storage as freed and made again; as made if it existed before this mode was entered."""
         handle = storage._cdata
         if handle not in self._followed:
             self.follow(storage)
@@ -207,9 +207,9 @@ def no_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 
 class LiveBytes(FollowedStorages):
-    """Count the bytes of storages that are created on devices of types `kinds` while the mode is active.
+    """Count the bytes of storages that operators make on devices of the types `kinds` while the mode is active.
 
-    Counts sizes as the allocator of the device type `kind` would; `scratch` returns the temporary bytes of kernels.
+    Rounds each size as the allocator of the device type `kind` does. `scratch` returns the temporary bytes of a kernel.
     """
 
     def __init__(self, kinds: set[str], kind: str, scratch: OperatorBytes = no_scratch) -> None:
@@ -220,7 +220,7 @@ class LiveBytes(FollowedStorages):
         self._sizes: dict[int, int] = {}
 
     def reset(self) -> None:
-        """Count only storages created from now on."""
+        """Forget all storages, and count those that are created from now on."""
         self.forget()
         self._sizes.clear()
         self.now = self.peak = 0

@@ -1,4 +1,4 @@
-"""Run a function of a model without changing its gradients, buffers, attributes (except caches) or the RNG state."""
+"""Run a module without lasting changes to its gradients, buffers, attributes (except caches) and the RNG state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rotor_profiling.attributes import Attributes, modules_of
 from rotor_profiling.storage import equal
 from rotor_profiling.torch_compat import parametrize, unset_fake_temporarily
 
-# A parameter or buffer of a module: the module's table of them, the name in it, and the tensor
+# A parameter or buffer: the dict `_parameters` or `_buffers` of its module, its name there, and the tensor
 Slot = tuple[dict[str, Any], str, torch.Tensor]
 
 
@@ -38,12 +38,13 @@ def _slots(function: Callable[..., Any], table: str) -> list[Slot]:
 
 
 def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """Return the trained parameters of `function`, each once, in module order."""
+    """Return the parameters of `function` that require gradients, each once, in module order."""
     return list({id(tensor): tensor for _, _, tensor in parameter_slots(function)}.values())
 
 
-# Ctrl-C may interrupt any instruction, even of code that undoes a change. So before a change, the function that
-# undoes it is put into a list. An enclosing context calls those that an interrupted one left; two calls do no harm.
+# Ctrl-C may interrupt any instruction, even of code that undoes a change. So a function that undoes a change is put
+# into a list before the change. If Ctrl-C ends a context before it has called all functions of its list, the enclosing
+# context calls the rest. A second call of such a function does no harm.
 
 Undoing = list[Callable[[], object]]
 
@@ -65,7 +66,7 @@ def undoing() -> Iterator[Undoing]:
     try:
         yield own
     finally:
-        while any(each is own for each in lists):  # later lists belong to interrupted contexts
+        while any(each is own for each in lists):  # lists after `own` belong to contexts that Ctrl-C ended
             _undo(lists[-1])
             del lists[-1]
 
@@ -92,8 +93,8 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
 
 
 def alias(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a leaf over the same memory, with its own gradient and hooks."""
-    # The alias of a Parameter is a Parameter with the same attributes: some layers check both.
+    """Return a leaf that shares the memory of `parameter`, but neither its gradient nor its hooks."""
+    # Some layers check that a parameter is a Parameter, or has certain attributes: so does its alias.
     twin = parameter.detach()
     if type(parameter) is nn.Parameter:
         twin = nn.Parameter(twin)
@@ -102,13 +103,13 @@ def alias(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients of `parameters` that have one; `functional_call` may put non-leaf tensors among them."""
+    """Return the gradients of the leaves among `parameters`; `functional_call` may replace some by other tensors."""
     return [each.grad for each in parameters if each.is_leaf and each.grad is not None]
 
 
 @contextmanager
 def own_parametrizations() -> Iterator[None]:
-    """Give `parametrize.cached` an empty cache in this context: tensors in the old one have another run's graph."""
+    """Give `parametrize.cached` an empty cache inside this context: cached tensors have the graph of another run."""
     names = vars(parametrize)
     if not names["_cache_enabled"]:
         yield
@@ -121,13 +122,14 @@ def own_parametrizations() -> Iterator[None]:
 
 @contextmanager
 def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """Give `function` aliases of its parameters and copies of its buffers in this context; then restore the RNG state.
+    """Give `function` aliases of its parameters and copies of its buffers inside this context.
 
-    Yields the aliases: they receive the gradients, and hooks of the real parameters do not fire.
+    Yields the aliases, which receive the gradients: hooks of the parameters do not fire. On exit, restores the RNG
+    state and attributes, except caches.
     """
     parameters, buffers = parameter_slots(function), buffer_slots(function)
-    # Aliases suffice, as no optimizer steps them; copies would double the memory. Keyed by id, since tensors compare
-    # element by element. A shared parameter gets one alias, which accumulates its gradient.
+    # Copies of parameters would double their memory, and nothing writes to them. Keys are ids, since `==` of tensors is
+    # elementwise. A shared parameter gets one alias, which accumulates its gradient.
     aliases = {id(tensor): alias(tensor) for _, _, tensor in parameters}
     copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
     with undoing() as undo:
@@ -167,14 +169,14 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """RNG states of the CPU and some devices, as Python bytes, which do not count as memory of the model."""
+    """RNG states of the CPU and of other devices, as Python bytes, which memory meters do not count."""
 
     cpu: bytes
     devices: tuple[tuple[torch.device, bytes], ...]
 
     @classmethod
     def now(cls, devices: tuple[torch.device, ...]) -> RandomState:
-        """Return the states of the CPU and of those `devices` that have an RNG of their own."""
+        """Return the present RNG states of the CPU and of `devices`, which may include the CPU and meta devices."""
         states = [(device, torch.get_device_module(device)) for device in devices if device.type not in ("cpu", "meta")]
         with unset_fake_temporarily():  # reading an RNG state needs real tensors
             return cls(
@@ -199,5 +201,5 @@ def accelerators(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
 
 
 def main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Return the first accelerator that `tensors` are on, else the CPU."""
+    """Return the accelerator that `tensors` are on, by name the first if there are several; else the CPU."""
     return next(iter(accelerators(tensor.device for tensor in tensors)), torch.device("cpu"))

@@ -24,7 +24,7 @@ class UnusableLossError(DescribedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """Cost of a loss: `temp_bytes` are in memory while it runs; its value and first gradient (`kept_bytes`) stay."""
+    """Seconds of a loss, bytes while it runs (`temp_bytes`), and bytes until the step ends (`kept_bytes`)."""
 
     seconds: float
     temp_bytes: int
@@ -39,26 +39,26 @@ def has_loss(output: Any) -> bool:
 def measure_loss(
     loss: Callable[[Any], torch.Tensor], output: Any, *, device: torch.device, output_bytes: int
 ) -> LossCost:
-    """Measure `loss` on `output`, whose tensors that need a gradient have `requires_grad` set.
+    """Measure `loss` on `output`, the model's output, whose tensors have `requires_grad` as in training.
 
-    Raises UnusableLossError if `loss` does not return a scalar that requires a gradient, or take one argument.
+    Raises UnusableLossError if `loss` does not take one argument, or returns no scalar that requires a gradient.
     """
     _refuse_other_arguments(loss)
     state = RandomState.now((device,))
     try:
         with torch.enable_grad():
-            _check(loss(leaves_of(output)))  # also a warm-up: libraries allocate persistent memory in it
+            _check(loss(leaves_of(output)))  # also a warm-up, in which libraries allocate memory that they keep
             with memory_meter(device) as meter:
                 leaf = leaves_of(output)
                 meter.mark("loss")
                 value = loss(leaf)
                 value.backward()
                 wait_for(gradients_at(leaf))
-                # In training, `backward` holds its first gradient (ones) until all stages are done. Here `backward` has
-                # already released it, so its size is measured separately.
+                # In training, `backward` refers to the gradient of the loss, a one, until the backward of the model
+                # ends. Here, `backward` has ended, so measure the bytes of that gradient separately.
                 meter.mark("start of a backward")
                 first_gradient = torch.ones_like(value)
-                meter.mark("end")  # so that the releases in the next line count in no measured phase
+                meter.mark("end")  # the frees of the next line count in no phase that is read
                 del value, leaf, first_gradient
 
             def run() -> None:

@@ -1,7 +1,7 @@
-"""Measure the bytes that PyTorch's allocators hand out while code runs.
+"""Measure the bytes that PyTorch's allocators allocate while code runs.
 
-On CUDA, reads the allocator's counters. The CPU allocator has none, and the process's resident size says little about
-tensors; but the profiler reports every CPU allocation and free, so their running sum is exact.
+On CUDA, a meter reads the allocator's counters. The CPU's allocator has none, and the process's resident size says
+little about tensors, so on the CPU a meter sums up the allocations and frees that PyTorch's profiler reports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARK = "rotor_profiling.mark:"  # Prefix of the names of profiler events that be
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Bytes held at a phase's start, at most during it, and at its end, beyond those at the start of the meter."""
+    """Allocated bytes at a phase's start, peak and end. A meter subtracts the bytes at its own start from each."""
 
     start: int
     peak: int
@@ -31,20 +31,20 @@ class Phase:
 
     @property
     def rise(self) -> int:
-        """Most bytes held at once in the phase, beyond those at its start."""
+        """Peak bytes of the phase less the bytes at its start."""
         return self.peak - self.start
 
     @property
     def kept(self) -> int:
-        """Bytes held at the end of the phase, beyond those at its start."""
+        """Bytes at the end of the phase less the bytes at its start."""
         return self.end - self.start
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"], Protocol):
-    """A context manager that measures the memory of named phases of the work inside it.
+    """A context manager that measures the memory of the code that runs inside it, in named phases.
 
-    `mark(name)` starts the phase `name`, up to the next mark or the end of the context. Work before the first mark is
-    the phase `""`. `phases` is valid after the context exits.
+    `mark(name)` begins the phase `name`, which ends at the next mark or when the context exits. Before the first mark,
+    the phase is `""`. `phases` maps names to phases once the context has exited.
     """
 
     @property
@@ -55,14 +55,14 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"], Protocol):
 
 @dataclass(slots=True)
 class CpuMeter:
-    """Meter of CPU allocator events, collected by PyTorch's profiler.
+    """Meter of the CPU allocator's events, which PyTorch's profiler records.
 
-    Ignores frees of blocks older than the meter, whose sizes the profiler does not know. Does not record operators,
-    since recording a small operator takes longer than running it.
+    Ignores frees of blocks that were allocated before the meter started. Turns off the recording of operators, which
+    takes longer than a small operator itself.
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
-    # (Seconds since the first event, bytes held from then on relative to the meter's start)
+    # For each event: seconds since the first event, and allocated bytes right after it less those at the meter's start
     curve: list[tuple[float, int]] = field(default_factory=list)
     _profile: Any = None
 
@@ -75,7 +75,7 @@ class CpuMeter:
         return self
 
     def mark(self, name: str) -> None:
-        # The mark is an event among the allocations, so that one clock orders both.
+        # A mark is a profiler event, too, so one clock orders marks and allocations.
         torch_compat.enable_record_function(True)
         with torch.profiler.record_function(MARK + name):
             pass
@@ -87,7 +87,7 @@ class CpuMeter:
         with _quiet():
             profile.__exit__(kind, error, trace)
         if error is None:
-            # Sorted by time, since the tree is in call order.
+            # Sort by time, since the tree of events has the order of calls.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             changes = _changes(events)
             self.phases, held = split(changes), accumulate(change for _, change in changes)
@@ -95,7 +95,7 @@ class CpuMeter:
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
-    """Yield (time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-)."""
+    """Yield (time in ns, name, 0, 0) of marks, and (time, "", address, bytes) of CPU allocations (+) and frees (-)."""
     pending = list(roots)
     while pending:
         event = pending.pop()
@@ -110,10 +110,10 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
-    """Return (mark or "", bytes allocated (+) or freed (-)) of every event.
+    """Return, for every event, (name of the mark or "", change of the allocated bytes).
 
-    Matches frees with allocations by address, so that frees of blocks from before the meter do not count. If a new
-    block has the address of a live one, a thread whose events the profiler does not collect has freed the latter.
+    Matches frees with allocations by address, so that frees of blocks from before the meter do not count. If a block is
+    allocated at the address of a live one, counts the latter as freed, by a thread that the profiler does not record.
     """
     live: dict[int, int] = {}
     found = []
@@ -127,7 +127,7 @@ def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
 
 
 def split(events: Iterable[tuple[str, int]], held: int = 0) -> dict[str, Phase]:
-    """Return, by name, the phases of events (mark or "", change in bytes). The first, `""`, begins at `held` bytes."""
+    """Map names to phases, given (name of a mark or "", change in bytes) per event, and `held` bytes at the start."""
     phases: dict[str, Phase] = {}
     name, start, peak = "", held, held
     for mark, change in events:
@@ -142,8 +142,8 @@ def split(events: Iterable[tuple[str, int]], held: int = 0) -> dict[str, Phase]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # Keep the profiler's start and stop messages off stderr. Its C++ library bypasses `sys.stderr`, and reads
-    # `KINETO_LOG_LEVEL` before any of our code runs. So redirect the file descriptor.
+    # Hide the messages that the profiler prints when it starts and stops. Its C++ library bypasses `sys.stderr`, and
+    # reads `KINETO_LOG_LEVEL` before this code runs. So redirect the file descriptor.
     sys.stderr.flush()
     try:
         saved = os.dup(2)
@@ -185,4 +185,4 @@ class CudaMeter:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
-            self.mark("")  # ends the last phase; nothing reads the phase that this begins
+            self.mark("")  # ends the last phase

@@ -1,4 +1,4 @@
-"""Find the bytes of an optimizer's state and of its step, by stepping a copy of it on substitute tensors."""
+"""Find the bytes of an optimizer's state and of its step: a copy of the optimizer steps meta tensors or zeros."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset
 from rotor_profiling.value_tree import tree_flatten
 from rotor_solver.described_error import DescribedError
 
-# Bytes of Python scalars that operators turn into tensors unseen by dispatch modes. A guess: eight numbers of eight
-# bytes; if too small, the step is underestimated by as much.
+# Bytes of tensors that operators make from Python scalars, which dispatch modes do not see. A guess: eight tensors of
+# eight bytes; if a step makes more, its bytes are underestimated by the difference.
 _SCALARS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """Bytes of an optimizer: `state_bytes` stay from step to step; `present_bytes` of them exist already.
+    """Bytes of an optimizer's state in training (`state_bytes`), and of the state that exists now (`present_bytes`).
 
-    `step()` temporarily needs `step_bytes` more once the state exists.
+    Once the state exists, `step()` temporarily allocates `step_bytes` more.
     """
 
     state_bytes: int
@@ -57,11 +57,11 @@ Groups = list[dict[str, Any]]
 
 
 def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> OptimizerCost:
-    """Return the bytes of the state and of a step of `optimizer` in training, even before its first step.
+    """Return the bytes that `optimizer` has in training, even if it has not stepped yet and so has no state.
 
     A copy of the optimizer takes two steps: the first creates its state, the second shows the memory of a later step.
-    It steps meta tensors, or, if it has to read values, zeros on the CPU, one parameter at a time. The optimizer and
-    its parameters do not change. `groups` replace its parameter groups. Raises UnknownOptimizerError if no copy works.
+    The copy steps meta tensors. If that raises, as where `step` reads values, a copy steps zeros on the CPU, one
+    parameter at a time. `groups` replace its parameter groups. Raises UnknownOptimizerError if no copy can step.
     """
     groups = optimizer.param_groups if groups is None else groups
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -89,7 +89,7 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
 
 
 def _idle_state(optimizer: torch.optim.Optimizer, kinds: set[str]) -> list[torch.Tensor]:
-    """Return the state of parameters that are not stepped now: since frozen, or replaced in the model."""
+    """Return the state tensors of parameters that `optimizer` steps no more, as they are frozen or were replaced."""
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
     entries = [item for each in with_inner(optimizer) for item in each.state.items()]
     idle = tensors_in([value for key, value in entries if isinstance(key, torch.Tensor) and id(key) not in stepped])
@@ -123,7 +123,7 @@ def _fused_step(optimizer: torch.optim.Optimizer, groups: Groups) -> int:
 
 def _on_meta(optimizer: torch.optim.Optimizer, groups: Groups, kind: str) -> tuple[int, int]:
     twin = _twin(optimizer, groups, lambda each: torch.empty_like(each, device="meta"), foreach=kind == "cuda")
-    kinds = {"meta", kind}  # an optimizer may also create tensors on an explicit device
+    kinds = {"meta", kind}  # some optimizers create state on a device that they name
     live = LiveBytes(kinds, kind)
     with live:
         _step(twin)
@@ -133,7 +133,7 @@ def _on_meta(optimizer: torch.optim.Optimizer, groups: Groups, kind: str) -> tup
 
 
 def _counters_on_device(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, kind: str) -> int:
-    """Return the bytes of step counters: `fused` and `capturable` optimizers have them on CUDA, copies on the CPU."""
+    """Return the bytes of step counters that a `fused` or `capturable` optimizer has on CUDA, but `twin` on the CPU."""
     if kind != "cuda":
         return 0
     counters = [
@@ -191,7 +191,7 @@ def _step(twin: torch.optim.Optimizer) -> None:
 
 
 class _Touched(TorchDispatchMode):
-    """Record in `any` whether operators take any of `parameters`, or their `data`."""
+    """Dispatch mode that sets `any` if an operator gets an argument that shares memory with one of `parameters`."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -207,7 +207,7 @@ class _Touched(TorchDispatchMode):
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | None = None) -> int:
-    """Return the bytes of the state, and of tensors in attributes, of an optimizer and of optimizers that it wraps."""
+    """Return the bytes on devices `kinds` of the state and attributes of an optimizer and of those that it wraps."""
     known: set[int] = set()
     kept: dict[int, torch.Tensor] = {}
     for each in with_inner(optimizer):
@@ -246,7 +246,7 @@ def _twin(
     foreach: bool = False,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    # `copy.copy`, as the constructor's arguments are unknown. It loses hooks, and attributes that are copied below.
+    # The constructor's arguments are unknown, so use `copy.copy`. It drops hooks and attributes; the latter are copied.
     parameters = [parameter for group in groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
     twins = {id(each): copy.copy(each) for each in with_inner(optimizer)}
@@ -290,7 +290,7 @@ def _left_to_torch(group: dict[str, Any]) -> bool:
 
 @contextmanager
 def stepping_as_on_cuda(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside this context, an optimizer of fake CPU tensors steps as on CUDA if a CUDA device is predicted."""
+    """If CUDA is predicted, have an optimizer of fake CPU tensors use `foreach` inside this context, as on CUDA."""
     predicted = prediction()
     on_cuda = predicted is not None and predicted.kind == "cuda"
     groups = [group for group in optimizer.param_groups if on_cuda and _left_to_torch(group)]
@@ -318,7 +318,7 @@ _NAMES = (
 
 
 def steps_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `optimizer` is known to step parameters independently: of `_NAMES`, with torch's own `step`."""
+    """Return whether `optimizer` has a class in `_NAMES` and torch's own `step`, so that it steps each one alone."""
     known = [getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)]  # Muon: since torch 2.9
     mine = plain_step(type(optimizer))
     return any(isinstance(optimizer, kind) and mine is plain_step(kind) for kind in known)
@@ -331,9 +331,9 @@ def plain_step(kind: type[torch.optim.Optimizer]) -> Any:
 
 
 def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return, by parameter id, the temporary bytes of stepping each trained parameter by itself once a state exists.
+    """Map the id of each parameter that requires a gradient to the temporary bytes of a step of this parameter alone.
 
-    Raises UnknownOptimizerError if the bytes cannot be found.
+    The optimizer's state counts as allocated before. Raises UnknownOptimizerError if the bytes cannot be found.
     """
     found: dict[int, int] = {}
     known: dict[Any, int] = {}
@@ -349,7 +349,7 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int:
-    """Return temporary bytes of a step that leaves out the ids `apart`. Raises UnknownOptimizerError if unknown."""
+    """Return temporary bytes of a step of all parameters but the ids `apart`. Raises UnknownOptimizerError."""
     groups = [
         {**group, "params": [each for each in group["params"] if each.requires_grad and id(each) not in apart]}
         for group in optimizer.param_groups

@@ -1,27 +1,27 @@
-"""Measure the memory of a training step: its peak, or the phases of a step that runs in the caller's own code.
+"""Measure the memory of a training step, which a function runs or which is part of the user's training loop.
 
-A meter (`memory.py`) encloses the measured code. A step in the caller's own code cannot be enclosed: between the
-planned model's forward and the end of the backward, the caller's loss runs. So a watch starts, marks phases and stops
-wherever the planned model gets control.
+A function runs inside a meter, a context manager (`memory.py`). A step of the user's loop cannot run inside one, since
+the user's code computes the loss and calls `backward`. So the planned model's forward starts a watch, and later calls
+from the model and from autograd begin the watch's phases and stop it.
 
-# Note [Listening to the CPU's allocator while the caller's code runs]
+# Note [Watching the CPU's allocator while the user's code runs]
 #
-# On CUDA a watch reads counters. The CPU allocator has none, but reports to the thread's profiler. So a watch keeps a
-# profiler on while the caller's code runs.
+# On CUDA, a watch reads the allocator's counters. The CPU's allocator has none, but reports each allocation and free to
+# the profiler of the thread. So on the CPU, a watch keeps a profiler running while the user's code runs.
 #
-#  1. A watch uses PyTorch's legacy profiler, which is local to the thread that starts it, and leaves operators,
-#     dispatch modes and compiled functions as they are. It delays each operator by some 20 µs. The newer profiler,
-#     which the meters use, crashes with a segmentation fault if a second session starts in another thread.
-#  2. A thread has one profiler. If one is running already, no watch starts. If another profiler is about to start (one
-#     of our meters, or the user's own), the watch gives way: it stops and reports nothing.
+#  1. A watch uses PyTorch's legacy profiler, which records only the thread that starts it, and changes no operator,
+#     dispatch mode or compiled function. It delays each operator by some 20 µs. The newer profiler, which the meters
+#     use, crashes with a segmentation fault if a second session starts in another thread.
+#  2. A thread can run one profiler at a time. So a watch does not start while a profiler runs. If a meter or the user
+#     is about to start a profiler, the watch gives way: it stops and reports nothing.
 #  3. A watch must stop in the thread in which it started, and not inside autograd's engine: the engine restores the
 #     thread's profiler after every node, so it would turn the stopped profiler on again. A watch that is asked to stop
 #     there, as in a forward that `torch.utils.checkpoint` recomputes, stops after the backward and reports nothing.
-#  4. A free event has a size but no address. If the block is older than the watch, its free counts only if an earlier
-#     profiler saw a block at that address. So blocks in `present_bytes` must come from an earlier watch, or must not be
-#     freed. Each counted free of an older block outside of `present_bytes` makes later sums too small.
-#  5. If a thread of the process group's backend is the last to hold memory that processes send to each other, the
-#     profiler misses its free. So with several processes, no watch starts, and `measure_ways` measures stages again.
+#  4. PyTorch reports the free of a block from before the watch only if an earlier profiler recorded an allocation at
+#     its address. If `present_bytes` includes the block and its free is not reported, later sums are too large; if
+#     `present_bytes` lacks the block and its free is reported, later sums are too small.
+#  5. A thread of the process group's backend may be the last to release a tensor that processes exchange, and the
+#     profiler misses that free. So with several processes, no watch starts, and `measure_ways` measures repeatedly.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from rotor_solver.described_error import InvalidStateError
 
 
 def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Return the most bytes that `device` holds while `step` runs.
+    """Return the largest number of bytes allocated on `device` at any moment while `step` runs.
 
-    On CUDA, counts everything that the process has allocated. The CPU has no such count: there, adds the bytes of the
-    tensors `present` (parameters, buffers, gradients, optimizer state, the batch) and the bytes that `step` allocates.
+    On CUDA, these are the bytes of all tensors of the process. On the CPU, which has no such counter, they are the
+    bytes of the tensors `present` (parameters, buffers, gradients, optimizer state, the batch) plus those that `step`
+    allocates beyond them.
     Raises ValueError for a device type whose allocator cannot be read.
     """
     return measured_phases(lambda mark: step(), present, device)[""].peak
@@ -57,10 +58,10 @@ def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], d
 def measured_phases(
     step: Callable[[Callable[[str], None]], object], present: Iterable[torch.Tensor], device: torch.device
 ) -> dict[str, Phase]:
-    """Return the bytes that `device` holds in each phase of `step`, counted as in `measured_peak`.
+    """Return the `Phase` of each phase name of `step`: bytes allocated on `device`, counted as in `measured_peak`.
 
-    `step` gets a function that begins a named phase and ends the previous one; the first phase is named "". Raises
-    ValueError for a device type whose allocator cannot be read.
+    `step` gets a function of a name, which ends the current phase and begins one of that name; the first is named "".
+    Raises ValueError for a device type whose allocator cannot be read.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -77,12 +78,13 @@ def measured_phases(
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
     """Watch allocations on `device` from now on, and return the watch; None if it cannot start (Rules 2, 3 and 5).
 
-    `present_bytes` are in memory already (ignored on CUDA). On CUDA, a phase's peak is exact if it exceeds all earlier
-    peaks. Otherwise the phase reports the larger of its bytes at start and end, which may be less than its peak. If an
-    earlier peak exceeds `limit_bytes`, it would hide a step that does so too, so torch's peak counter is reset.
+    `present_bytes`: bytes allocated before, to which a CPU watch adds; unused on CUDA. There, torch counts the peak
+    since its last reset, so a phase's peak is exact if it exceeds all earlier peaks. Otherwise, the phase reports the
+    larger of its bytes at start and end. The counter is reset only if it exceeds `limit_bytes` now: it would hide that
+    this step exceeds the limit, too.
 
-    `mark(name)` begins a phase; the first phase is `""`. `stop()` ends the last phase and returns all phases in bytes
-    of the whole device, or None if the watch had to give way or was stopped before.
+    `mark(name)` begins a phase; the first phase is `""`. `stop()` ends the last phase and returns each `Phase` by name,
+    in bytes of the whole device; None if the watch gave way (Rule 2) or was stopped before.
     """
     if device.type == "cuda":
         return CudaWatch(device, limit_bytes)
@@ -106,12 +108,12 @@ class CpuWatch:
 
     def mark(self, name: str) -> None:
         if self._in_its_thread():
-            # The mark is an event among the allocations, so that both have one order.
+            # A mark is a profiler event, too, so the order of events tells the phase of each allocation.
             with torch.autograd.profiler.record_function(MARK + name):
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
-        # In another thread, does nothing: the profiler runs on until its own thread starts a watch or meter (Rule 3).
+        # In another thread, do nothing: the profiler runs until the watch's own thread starts another one (Rule 3).
         if not self._in_its_thread():
             return None
         if _in_engine():
@@ -131,8 +133,8 @@ class CpuWatch:
         self.stop()
         if self._listens and torch_compat.profiler_enabled() and _in_engine():
             raise InvalidStateError(
-                "this backward is watched: start the profiler before the step, or pass watch=False to Checkpointable; "
-                "for a model planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before",
+                "start the profiler before the step, or pass watch=False to Checkpointable, which watches backwards; "
+                "if a model in torch.utils.checkpoint(use_reentrant=True) is planned here, call its measure() before",
                 kind="profiler_in_backward",
             )
 
@@ -154,7 +156,7 @@ def _can_listen() -> bool:
     functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")
     if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
         return False
-    # Not inside a backward, where a recomputation runs forwards (Rule 3).
+    # Inside a backward, a recomputation may run a forward, but a watch could not stop there (Rule 3).
     if torch_compat.profiler_enabled() or _in_engine():
         return False
     _have_profilers_announced()
@@ -163,7 +165,7 @@ def _can_listen() -> bool:
 
 @functools.cache
 def _have_profilers_announced() -> None:
-    """From now on, stop the thread's watch before any profiler starts (Rule 2), and in forked processes."""
+    """Patch torch so that the thread's watch stops before a profiler starts (Rule 2), and in forked processes."""
     # Every profiler calls this torch function right before it starts, and fails if the legacy profiler is still on.
     profiler: Any = torch.autograd.profiler
     started = profiler._run_on_profiler_start
@@ -186,15 +188,15 @@ def _when_pass_is_freed(do: Callable[[], object]) -> None:
     """Call `do` when the engine has released the current backward pass and returns to its caller."""
 
     def callback() -> None:
-        """Do nothing: only the pass holds this function, which is therefore freed when the pass is."""
+        """Do nothing: only the pass refers to this function, so its finalizer runs when the pass is freed."""
 
     weakref.finalize(callback, do).atexit = False
     torch_compat.queue_callback(callback)
 
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
-    """Yield (mark or "", bytes allocated (+) or freed (-)) of every mark, allocation and free, of all threads."""
-    # Usually one list. Those of further threads that autograd used come after it, since threads share no clock.
+    """Yield (name, 0) for every mark, and ("", bytes) for every allocation (+) and free (-)."""
+    # One list per thread. Threads share no clock, so events of autograd's threads come after those of the first.
     for event in chain.from_iterable(threads):
         if event.kind() == "memory_alloc":
             yield "", event.cpu_memory_usage()
@@ -227,7 +229,7 @@ class CudaWatch:
         return phases
 
 
-StepWatch = CpuWatch | CudaWatch  # A running watch, see `watch_step`
+StepWatch = CpuWatch | CudaWatch  # returned by `watch_step`
 
 
 def _counters(device: torch.device) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Count bytes of tensors, each storage once however many tensors share it."""
+"""Count the bytes of tensors. A storage that several tensors share counts once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rotor_profiling.value_tree import tree_leaves
 
 
 def allocated(size: int, kind: str) -> int:
-    """Return the bytes that the allocator of a device type counts for a request of `size` bytes."""
+    """Return `size` bytes rounded up as the allocator of the device type `kind` rounds requests."""
     return storages_of(kind).allocated(size)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a value, in order: in nested tuples, lists and dicts, and in objects that hold tensors."""
+    """Return the tensors inside nested tuples, lists, dicts and objects such as dataclasses, in pytree order."""
     if isinstance(value, torch.Tensor):
         return [value]
     kind = type(value)
-    if kind not in (tuple, list, dict):  # the loop below handles most values, many times faster than pytrees
+    if kind not in (tuple, list, dict):  # pytrees open these, but take many times longer than the loop below
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     found: list[torch.Tensor] = []
     for each in value.values() if kind is dict else value:  # dicts in pytree order: insertion order
@@ -36,7 +36,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Attributes in which `DTensor` and `AsyncCollectiveTensor` (the result of a collective that may be in progress) keep
-# the tensor that they wrap. Wrappers may be nested.
+# the tensor that they wrap, which may be such a wrapper, too.
 _WRAPPERS = ("_local_tensor", "elem")
 
 
@@ -53,7 +53,7 @@ def _wrapped(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def wait_for(value: Any) -> None:
-    """Wait for the tensors in `value` that are results of collectives. On CUDA, the current stream waits."""
+    """Wait until the collectives that compute tensors of `value` have ended; on CUDA, have the current stream wait."""
     for tensor in tensors_in(value):
         while type(tensor) not in _PLAIN and (inner := _wrapped(tensor)) is not None:
             if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor
@@ -68,9 +68,9 @@ def layout_of(tensor: torch.Tensor) -> tuple[Hashable, Hashable] | None:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them.
+    """Map the address of each storage of `tensors` to its bytes, as the device's allocator counts them.
 
-    Leaves out empty storages, which all have the address 0. A fake tensor's storage has a unique number as address.
+    Leaves out empty storages, which all have the address 0. A fake tensor's storage has the address of its C++ object.
     """
     sizes: dict[int, int] = {}
     for tensor in [part for each in tensors for part in dense_parts(each)]:
@@ -82,7 +82,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors of which a tensor consists: several if it is sparse or jagged."""
+    """Return the tensors in which a sparse or jagged tensor keeps its indices and values; else, the local tensor."""
     if tensor.layout == torch.strided:
         return (local(tensor),)
     if tensor.layout == torch.sparse_coo:
@@ -101,20 +101,20 @@ def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int
 
 
 def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
-    """Return the bytes that new tensors like `tensors` would take, on the same devices or on a device type `kind`."""
+    """Return the bytes of a contiguous copy of each of `tensors`, on its own device or on the device type `kind`."""
     parts = [local(tensor) for tensor in tensors]
     return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in parts)
 
 
 def view_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the elements of `tensors`, without the rest of a larger storage; equal views count once."""
+    """Return the bytes of the elements that `tensors` view, not of their whole storages; equal views count once."""
     parts = [part for each in tensors for part in dense_parts(each)]
     views = {(*storages([each]), each.shape, each.stride(), each.storage_offset()): each for each in parts}
     return min(storage_bytes(parts), bytes_like(views.values()))
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values can be read: a fake or meta tensor has none."""
+    """Return whether a tensor's values can be read: a fake or meta tensor has only a shape and a dtype."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 

@@ -1,4 +1,4 @@
-"""Time code on its device, robust against other load on the machine."""
+"""Time code on a CPU or a GPU, with little influence of other programs on the result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# A run is timed FEWEST_RUNS times, and up to MOST_RUNS times until ENOUGH_SECONDS are reached. Guesses: with fewer,
-# times vary from plan to plan; with more, measuring takes minutes.
+# Code is run FEWEST_RUNS times, then until all runs together took ENOUGH_SECONDS, but at most MOST_RUNS times. Guesses:
+# with fewer runs, times vary from plan to plan; with more, measuring takes minutes.
 FEWEST_RUNS = 3
 MOST_RUNS = 7
 ENOUGH_SECONDS = 0.02
@@ -37,8 +37,8 @@ class Stopwatch(Protocol):
 def cpu_stopwatch() -> Iterator[Stopwatch]:
     """Make a stopwatch for this thread's work on the CPU.
 
-    On Linux, it leaves out the time for which the thread was runnable but not running: the second number in `schedstat`
-    (Documentation/scheduler/sched-stats.rst), in nanoseconds. Other systems do not report that time.
+    On Linux, its laps exclude the time for which the thread waited for a CPU: the second number in `schedstat`, in
+    nanoseconds (Documentation/scheduler/sched-stats.rst). Other systems do not report this time.
     """
     try:
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -54,7 +54,7 @@ def cpu_stopwatch() -> Iterator[Stopwatch]:
 def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[], None] | None = None) -> float:
     """Return the lower quartile of the seconds of several calls of `run`; calls of `before` do not count."""
     measured: list[float] = []
-    # Several processes must call `run` equally often, but measure different seconds: fix the number of calls for them.
+    # Several processes must call `run` equally often, but measure different seconds: each calls it FEWEST_RUNS times.
     most = FEWEST_RUNS if several_processes() else MOST_RUNS
     while len(measured) < FEWEST_RUNS or (sum(measured) < ENOUGH_SECONDS and len(measured) < most):
         if before is not None:
@@ -69,7 +69,7 @@ def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[],
 
 
 def lower_quartile(samples: list[float]) -> float:
-    """Return the lower quartile of the `samples`: as disturbances only make runs longer, the fast ones are typical."""
+    """Return the lower quartile of the seconds `samples`: other programs only slow runs, so it is more typical."""
     return _quantile(samples, 0.25)
 
 
@@ -80,7 +80,7 @@ def spread(samples: list[float]) -> float:
 
 
 def several_processes() -> bool:
-    """Return whether several processes train together: as collectives wait for all, all must run equally often."""
+    """Return whether several processes train together: all must then run each collective equally often."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -106,7 +106,7 @@ class _CpuStopwatch:
         self._times.append(self._now())
 
     def _now(self) -> float:
-        # Read both clocks until the thread did not wait in between, since such a wait would falsify a lap.
+        # Read both clocks again if the thread waited for a CPU in between: one clock would include that wait.
         waited = self._waited()
         while True:
             now = time.perf_counter()
@@ -115,12 +115,12 @@ class _CpuStopwatch:
             waited = after
 
     def stop(self) -> list[float]:
-        # The two clocks may have different resolutions, so that an empty lap might be negative.
+        # The resolutions of the two clocks differ, so a lap of no work may be negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
 
 
 class CudaStopwatch:
-    """Stopwatch of CUDA events. The host's clock does not help: a kernel's launch returns before the kernel ends."""
+    """Stopwatch of CUDA events. The CPU's clock would time the launches of kernels, which return before kernels end."""
 
     exact = False
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # names whose types mypy needs
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec, tree_flatten
 
-# By name in this module, the path in torch
+# Maps the name of each attribute of this module to its path in torch
 NAMES = {
     "AotAutograd": "torch._dynamo.backends.common.AotAutograd",
     "AutoDispatchBelowAutograd": "torch._C._AutoDispatchBelowAutograd",
@@ -166,7 +166,7 @@ _FP32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "c
 
 
 class KernelSetting(NamedTuple):
-    """Functions that read and set one setting of the process."""
+    """Functions that read and set one setting that holds for the whole process."""
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
@@ -180,7 +180,7 @@ def kernel_settings() -> list[KernelSetting]:
         KernelSetting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         *(_c_setting(get, put) for get, put in _C_SETTINGS if hasattr(torch._C, get)),
     ]
-    if hasattr(torch._C, "_get_fp32_precision_getter"):  # last, since older settings change these
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # last: setting one of the older settings changes these
         get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
         found += [KernelSetting(partial(get, *each), partial(put, *each)) for each in _FP32]
     return found
@@ -192,14 +192,14 @@ def _c_setting(get: str, put: str) -> KernelSetting:
     def read_old() -> Any:
         try:
             return read()
-        except RuntimeError:  # torch raises if the user has set precisions by the newer functions
+        except RuntimeError:  # raised once the user has set a precision by the newer functions
             return None
 
     old = get in _OLD_PRECISIONS
     return KernelSetting(read_old if old else read, lambda value: None if value is None else write(value))
 
 
-# Tests for classes of TorchDynamo, DTensor and FSDP, without their slow imports: no instance exists before the import.
+# Checks for classes of modules that take long to import. A module that is not imported yet has no instances.
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -222,7 +222,7 @@ def is_fsdp_module(module: object) -> bool:
 def has_fsdp_module(model: nn.Module) -> bool:
     """Return whether `fully_shard` was applied to any module of a model. Fast, since every step calls it."""
     classes = _fsdp_classes()
-    # `fully_shard` derives a subclass for each type of module.
+    # `fully_shard` derives a subclass for each type of module: without subclasses, it was not applied.
     if not any(each and each.__subclasses__() for each in classes):
         return False
     pending = [model]  # not by `modules()`, whose deduplication takes longer
@@ -240,5 +240,5 @@ def _fsdp_classes() -> tuple[Any, ...]:
 
 
 def _class(module: str, name: str) -> Any:
-    """Return the class, or () if its module is not imported, or only partly."""
+    """Return the class `name` of `module`; (), of which nothing is an instance, if `module` is not fully imported."""
     return getattr(sys.modules.get(module), name, ())

@@ -1,9 +1,9 @@
 """Flatten and unflatten inputs and outputs of models: nested tensors, and objects that hold tensors.
 
-PyTorch's pytrees know tuples, lists, dicts and registered classes. Any other object is a leaf to them: a dataclass, a
-batch of graphs, a subclass of dict. This module also opens such an object, into items and attributes, if it holds
-tensors. Unflattening makes a new object of the same class without calling `__init__`. It registers no class with
-pytrees, since that would change pytrees for the whole process.
+PyTorch's pytrees flatten tuples, lists, dicts and objects of registered classes. Any other object is a leaf to them: a
+dataclass, a batch of graphs, a subclass of dict. If such an object holds tensors, this module flattens its items and
+attributes, too. Unflattening makes a new object of the same class without calling `__init__`. This module registers no
+class with pytrees, which would change their results for the whole process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rotor_profiling.torch_compat import TreeSpec
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype})
 _CONTAINERS = (dict, list, tuple)
-# Builtin classes whose subclasses are opened: instances of these consist of items and attributes only
+# Builtin classes whose subclasses are opened, since their instances consist of items and attributes only
 _BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
-_ITEMS = ""  # Key of a container's items in `parts_of`, beside the names of its attributes
-# Upper bounds of the objects opened in a value, and of levels of nested objects. Guesses: enough for a batch of graphs,
-# and few enough to end the search of an object that refers to the whole program.
+_ITEMS = ""  # Key of a container's items in the result of `parts_of`; the other keys are names of attributes
+# Upper bounds of the number of objects opened in a value, and of levels of nesting. Guesses: enough for a batch of
+# graphs, and few enough to end the search of an object that refers to the whole program.
 _MOST, _DEEPEST = 10_000, 16
 _HEAP = 1 << 9  # Flag `Py_TPFLAGS_HEAPTYPE` of Python's type objects: created by a class statement
 
@@ -52,7 +52,7 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 
 def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:
-    """Return the leaves and the structure of a value. Opens objects with leaves of class `of`, or `every` object."""
+    """Return the leaves and the structure of a value. Opens objects that have leaves of class `of`, or `every` one."""
     given, tree = torch_compat.tree_flatten(value)
     if all(type(leaf) in _PLAIN for leaf in given):  # most values
         return given, tree
@@ -83,7 +83,7 @@ def with_own_containers(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An opened object, the `number`-th in the value. `parts` is None if it occurs earlier in the value, too."""
+    """An opened object: the structure of its `parts`, or None if the object of this `number` occurs earlier, too."""
 
     kind: type
     number: int
@@ -92,7 +92,7 @@ class _Object:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A value without its leaves: its pytree, and for each leaf of the pytree the opened object, or None."""
+    """A value without its leaves: its pytree, and for each leaf of the pytree, the `_Object` if opened, else None."""
 
     tree: TreeSpec
     objects: tuple[_Object | None, ...]
@@ -151,7 +151,7 @@ def _object(leaves: Iterator[Any], which: _Object, made: dict[int, Any]) -> Any:
     if base is tuple:
         made[which.number] = tuple.__new__(kind, items)
     found = made[which.number]
-    # `object.__setattr__` and builtin methods, as the class may override them; a frozen dataclass raises.
+    # Call methods of `object` and of builtin classes: the object's class may override them, as frozen dataclasses do.
     for name in set(_slots(kind)).intersection(parts):
         object.__setattr__(found, name, parts.pop(name))
     if parts:

@@ -1,6 +1,6 @@
 """Measure the bytes of one stage in every storage mode, by running it exactly as in training.
 
-Each `meter.mark` begins a phase. Phases "between", in which only measuring itself allocates and frees, do not count.
+Each `meter.mark` begins a phase. Phases named "between" are ignored: they have allocations that training does not make.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rotor_profiling.storage import (
 from rotor_profiling.timing import Stopwatch, several_processes
 from rotor_profiling.torch_compat import storage_use_count
 
-# A slower storage mode is of use if it keeps fewer bytes by at least this share, as its measured time is uncertain
+# Share of a faster mode's bytes by which a slower mode must keep fewer to be planned with, as times are uncertain
 LEAST_SHARE = 0.05
 
 
@@ -58,14 +58,14 @@ class StageBytes:
     replay_temp_bytes: int
     input_released_bytes: int
     output_released_bytes: int
-    # Bytes of the storage of each input tensor's gradient; more than the gradient's own bytes if it is a view
+    # For each input tensor, the bytes of its gradient's storage; if the gradient is a view, these exceed its own bytes
     gradient_storage_bytes: tuple[int, ...] = ()
-    # Indices of parameters whose gradients are views, as in linear layers: the engine cannot add to them in place
+    # Indices of parameters whose gradients are views, as in linear layers: autograd cannot add to these in place
     view_gradients: tuple[int, ...] = ()
     droppable_bytes: int = 0  # Bytes freed if the caller drops the silent outputs (`StageContext`) before the backward
-    held_backward_bytes: int = 0  # Bytes that the backward takes more if the caller holds the silent outputs
-    # Bytes of tensors that a forward leaves in attributes even after the backward. `saved_bytes` excludes them, unless
-    # they share storages with the output.
+    held_backward_bytes: int = 0  # Bytes by which the backward's peak grows if the caller holds the silent outputs
+    # Bytes of tensors that a forward leaves in attributes, where they stay after the backward. `saved_bytes` includes
+    # only those that share a storage with the output.
     left_bytes: int = 0
 
 
@@ -76,7 +76,8 @@ class StageCost(StageBytes):
     forward_seconds: float
     nograd_seconds: float
     backward_seconds: float
-    # Seconds that a forward right before its backward saves by skipping its output, less the cost of its own graph
+    # Seconds that a recomputation right before the backward saves by not computing the output, less those of recording
+    # a graph of its own
     skipped_output_seconds: float = 0.0
 
     @classmethod
@@ -85,30 +86,30 @@ class StageCost(StageBytes):
 
 
 def clearly_less(saved: int, than: int) -> bool:
-    """Return whether a mode that keeps `saved` bytes is worth planning with beside a faster one that keeps `than`."""
+    """Return whether `saved` bytes of a mode are fewer than those of a faster one, `than`, by `LEAST_SHARE` or more."""
     return saved <= (1 - LEAST_SHARE) * than and saved < than
 
 
 def measure_ways(
     runners: Sequence[Runner], value: Any, context: StageContext, watch: Stopwatch | None = None
 ) -> tuple[tuple[StageBytes, ...], StageRun | None]:
-    """Measure the bytes of one stage in each of its `runners`' storage modes, without changing the model.
+    """Measure the bytes of one stage in the storage mode of each runner, without changing the model.
 
-    The stage must have run before: libraries choose algorithms and allocate persistent memory in its first run. With a
-    `watch`, also returns the seconds of these runs: metering memory hardly slows them. The first of the `runners` must
-    store the stage whole. Raises ValueError for a device type whose memory cannot be measured.
+    Returns the bytes for each runner, and the seconds of the same runs, which metering hardly slows; None without a
+    `watch`. The first runner must store the whole stage. The stage must have run before: in its first run, libraries
+    choose algorithms and allocate memory that stays. Raises ValueError for a device type that cannot be measured.
     """
-    # With several processes on the CPU, the profiler may miss frees (Rule 5 of `step.py`), so the least result is best.
+    # With several processes, the CPU's profiler may miss frees (Rule 5 of `step.py`). So take the least of three runs.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
             rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
-        # Bytes in memory when the optimizer steps a recomputed stage's first parameter, without the gradient of the
-        # stage's input: the stage's node computes the gradients of all parameters before it passes on the first.
+        # Bytes in memory when the optimizer steps the first parameter of a recomputed stage, besides the gradient of
+        # its input: those of the step, and the gradients of all parameters, which the stage's node returns together.
         steps = [nbytes for nbytes in context.stepped if nbytes is not None]
         after_replay = bytes_like(parameters) + max(steps) if steps else 0
     ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
-    # Subtracted, since the solver adds activation and saved bytes, but both are freed before the first parameter steps.
+    # Less activation and saved bytes, which the solver adds to the temporary bytes: both are freed before this step.
     needs = (after_replay - each.activation_bytes - each.saved_bytes for each in ways)
     if after_replay:
         ways = tuple(
@@ -145,7 +146,7 @@ def _measure_once(
                 _run_in_graph(runner, value, parameters, replace(context, silent_held=True), other, None)
             held = max(0, _backward_peak(other.phases) - _backward_peak(meter.phases))
         shown.append((meter.phases, held, *found))
-    # This runs last, so that its output is not in memory while the modes are measured.
+    # Recompute last, so that the output of this run is not in memory while the modes are measured.
     with memory_meter(context.device) as meter:
         meter.mark("again")
         with torch.no_grad():
@@ -182,15 +183,16 @@ def _bytes_of(
     nograd_temp: int,
     context: StageContext,
 ) -> StageBytes:
-    """Combine the phases of a mode's runs in training's graph and in its own graph; the larger bytes cover both."""
+    """Return bytes that suffice for both runs of a mode: in the graph of a whole step, and in a graph of its own."""
     forward, attach, release = phases["forward"], phases["attach"], phases["release output"]
-    # Peaks count from the end of the forward: an output that the stage's own backward does not need may be freed then.
+    # Count the backward's peak from the bytes at the end of the forward, which include the output. The backward may
+    # begin with fewer bytes, since an output that it does not need is freed before.
     training = _backward_peak(phases) or forward.end
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
     # Silent outputs count as saved only if the graph keeps them.
     dropped = min(silent_bytes, max(0, -phases["dropping"].kept)) if "dropping" in phases else silent_bytes
     saved = max(0, max(forward.kept, attach.kept) - apart - dropped)
-    # The bytes of the gradients of output and input: subtracted below, since the solver adds them itself.
+    # Bytes of the gradients of the output and of the input, which the solver adds to the temporary bytes below.
     both = activation + context.input_bytes
     return StageBytes(
         activation_bytes=activation,
@@ -232,14 +234,14 @@ def _run_in_graph(
     meter: MemoryMeter,
     watch: Stopwatch | None,
 ) -> tuple[float, float]:
-    """Run as in plain training; return the seconds of forward and backward, zero without a watch.
+    """Run the stage as in plain training; return the seconds of its forward and of its backward; 0.0 without a `watch`.
 
-    Phases: "forward"; "dropping" of silent outputs, if any; and if there is a backward, "gradients" of the output and
-    "backward".
+    Phases: "forward", "dropping" (of silent outputs, if any), "gradients" (of the output) and "backward"; the last two
+    are missing if no output requires a gradient.
     """
     entered = enter_graph(torch.empty(0, requires_grad=True), value)
-    torch.clear_autocast_cache()  # else casts of weights cached by an earlier run would not count
-    before = left_tensors(runner.function)  # held, so that the tensors that replace them count as new memory
+    torch.clear_autocast_cache()  # else weights that an earlier run has cast would not count
+    before = left_tensors(runner.function)  # kept alive, so that the forward frees none when it replaces them
 
     def begin_backward(_: list[torch.Tensor]) -> None:
         meter.mark("backward")
@@ -257,7 +259,7 @@ def _run_in_graph(
     source = scalar_after(output, context.silent, context.arriving, made=begin_backward)
     del entered
     if not context.output_held:
-        output = None  # in training, only graphs hold the output during the backward
+        output = None  # in training, only autograd graphs refer to the output during the backward
     elif not (context.silent_held or {*context.carried}.issuperset(context.silent)):
         meter.mark("dropping")
         output = [tensor for position, tensor in enumerate(tensors_in(output)) if position not in context.silent]
@@ -271,7 +273,7 @@ def _run_in_graph(
         del one
     meter.mark("between")
     _forget(parameters)
-    # The laps are the forward, the making of the output's gradients, and the backward.
+    # The laps are: forward, allocation of the output's gradients, backward.
     seconds = [0.0] if watch is None else watch.stop()
     return seconds[0], seconds[2] if len(seconds) > 1 else 0.0
 
@@ -281,11 +283,11 @@ def _run_with_own_graph(
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """Run with a graph of its own, as in a recomputation. Phases: "attach", "gradient", "release output", "replay".
 
-    Returns storage bytes of each input tensor's gradient, indices of parameters whose gradients are views, and two
-    sums of bytes of input tensors: of those to whose storages neither the graph nor its output refers, and of those to
-    which only the output refers.
+    Returns the bytes of the storage of each input tensor's gradient; the indices of parameters whose gradients are
+    views; the bytes of input tensors to which neither graph nor output refers; and the bytes of input tensors to which
+    the output refers, but not the graph.
     """
-    # Storages in `value` that the chain does not count as input.
+    # Addresses of storages in `value` that `context.input_bytes` excludes, such as those of carried tensors.
     owned = frozenset(() if storage_bytes(tensors_in(value)) == context.input_bytes else context.owned)
     tensors = [local(each) for each in tensors_in(value) if not owned.issuperset(storages([each]))]
     sizes = [allocated(each.numel() * each.element_size(), each.device.type) for each in tensors]
@@ -299,7 +301,7 @@ def _run_with_own_graph(
     del given
     with_output = _uses(tensors)
     meter.mark("release output")
-    del output  # `saved` includes the output, so temporary bytes of the replay count from before its release
+    del output
     without_output = _uses(tensors)
     meter.mark("replay")
     kept = attached.backward(gradients)
@@ -314,7 +316,7 @@ def _run_with_own_graph(
             input_freed += size
         elif second == alone:
             output_freed += size
-    # If inputs are views of larger storages, their bytes differ from the chain's input bytes: report none as freed.
+    # Report no bytes as freed if inputs are views of larger storages: their sizes then differ from `input_bytes`.
     return gradient_bytes, views, input_freed if sum(sizes) == context.input_bytes else 0, output_freed
 
 
@@ -328,7 +330,7 @@ def _forget(parameters: list[torch.Tensor]) -> None:
 
 
 def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> AbstractContextManager[None]:
-    """Stand in for optimizer steps in a backward: allocate a step's bytes once a gradient is complete, then free it."""
+    """Replace optimizer steps in a backward: for each complete gradient, allocate a step's bytes, then free both."""
     pairs = zip(parameters, stepped or [None] * len(parameters), strict=True)
     return hooked([(each, partial(_stand_in, nbytes)) for each, nbytes in pairs if nbytes is not None])
 
@@ -348,10 +350,10 @@ def stage_layouts(
     before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] | None = None,
     watch: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
 ) -> tuple[Layouts, Any]:
-    """Return the strides that a stage's backward gives to the gradients of its input `value`, and the output.
+    """Return the strides of the gradients that a stage's backward returns for its input `value`, and its output.
 
-    The output is detached, but keeps `requires_grad`. The model does not change. `before_backward` is called with the
-    input, the output in the graph, and the parameters. `watch` wraps the forward to observe it.
+    The returned output is detached, but keeps `requires_grad`. The model does not change. Between forward and backward,
+    calls `before_backward` with input, output (in the graph) and parameters. `watch` may wrap the forward.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)
@@ -366,7 +368,7 @@ def stage_layouts(
 
 
 def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> Layouts:
-    """Return the strides that the backward of `loss` gives to the gradients of the tensors of `output`."""
+    """Return the strides of the gradients that the backward of `loss` returns for the tensors of `output`."""
     with undoing() as undo, torch.enable_grad():
         undo.append(RandomState.now((device,)).restore)
         leaf = leaves_of(output)
@@ -376,12 +378,12 @@ def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch
 def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Layouts:
     tensors = tensors_in(leaf)
     trained = [tensor for tensor in tensors if tensor.requires_grad]
-    if not outputs or not trained:  # torch.autograd.grad raises in both cases
+    if not outputs or not trained:  # torch.autograd.grad raises for an empty list of either
         return (None,) * len(tensors)
-    # Not by `backward`, which copies a leaf's gradient into the layout of the leaf.
+    # Do not call `backward`, which copies a leaf's gradient into the layout of the leaf.
     found = iter(torch.autograd.grad(outputs, trained, gradients, allow_unused=True))
     made = [next(found) if tensor.requires_grad else None for tensor in tensors]
-    # PyTorch holds the memory of a collective until a wait, and no other code waits for these.
+    # PyTorch holds the memory of a collective until code waits for its result, as no other code does here.
     wait_for([gradient for gradient in made if gradient is not None])
     return tuple(map(_strides, tensors, made))
 

@@ -1,7 +1,7 @@
-"""Inputs of measuring a stage as in training: its runner, its position in a chain, and its output's gradients.
+"""Run a stage's forward and backward as in training: its graph, its position in a chain, and its output's gradients.
 
-The gradients have the strides that the next stage's backward makes, as strides may cost time and memory: a recurrent
-layer with `batch_first` returns a transposed view, and copies the contiguous gradient that a linear layer gives.
+A gradient has the strides that the next stage's backward gives it, since others may cost time and memory: a recurrent
+layer with `batch_first` returns a transposed view, and copies the contiguous gradient that a linear layer returns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_profiling.value_tree import tree_map_only
 
 Strides = tuple[int, ...]
-# Strides of the gradients of a value's tensors, in order; None if equal to the tensor's strides. For a `DTensor`, the
-# strides of the local part. Missing entries at the end count as None.
+# Strides of the gradient of each tensor in a value (of a `DTensor`, of its local part), in order; None if the gradient
+# has the tensor's strides. A tuple that is too short counts as filled up with None.
 Layouts = tuple[Strides | None, ...]
 _Maker = Callable[[], torch.Tensor]
 
@@ -32,12 +32,12 @@ def leaves_of(value: Any) -> Any:
 
 
 def gradients_at(value: Any) -> list[torch.Tensor]:
-    """Return the gradients that a backward has stored in the leaves of `value`, possibly results of collectives."""
+    """Return the gradients that a backward has put into the leaves of `value`. A collective may still compute some."""
     return [tensor.grad for tensor in tensors_in(value) if tensor.grad is not None]
 
 
 def gradients_for(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()) -> list[torch.Tensor | None]:
-    """Return gradients of ones in these `layouts`; None if a tensor needs no gradient, and at indices `silent`."""
+    """Return a gradient of ones for each tensor in `output`; None if it requires none, and at the indices `silent`."""
     return [make() if make else None for make in _makers(output, silent, layouts)]
 
 
@@ -49,9 +49,9 @@ def scalar_after(
 ) -> torch.Tensor | None:
     """Return a scalar whose backward makes a gradient for every tensor in `output`; None if none requires a gradient.
 
-    The engine owns these gradients like those of another layer, so it frees their memory as early as in training. A
-    gradient passed to `backward` would be held by its caller. Tensors at the indices `silent` get no gradient. `made`
-    is called with the gradients.
+    Only the engine refers to these gradients, so it frees their memory as early as in training; a caller that passed
+    gradients to `backward` would keep them alive. Tensors at the indices `silent` get no gradient. Calls `made` with
+    the gradients.
     """
     makers = _makers(output, silent, layouts)
     tensors = [tensor for tensor, make in zip(tensors_in(output), makers, strict=True) if make]
@@ -84,7 +84,7 @@ def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker
 
 
 def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
-    # The maker must not hold the tensor, or the graph would hold the output through the maker.
+    # The maker must not refer to the tensor, or the graph would keep the output alive.
     part = local(tensor)
     make = partial(_ones, part.shape, strides or part.stride(), part.dtype, part.device)
     if (layout := layout_of(tensor)) is None:
@@ -97,15 +97,15 @@ def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
 
 def _ones(shape: torch.Size, strides: Strides, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     found = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # Fill memory, not elements: `fill_` raises if elements share memory, as in expanded tensors (a sum's gradient). Do
-    # not access the storage in Python: from then on, the engine would not add to the gradient in place.
+    # Fill a flat view: `fill_` raises if elements share memory, as those of the expanded gradient of a sum do. Do not
+    # use the Python object of the storage: once it exists, the engine does not add to the gradient in place.
     reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     found.as_strided((reach if 0 not in shape else 0,), (1,)).fill_(1)
     return found
 
 
 def _strides_of_whole(shape: torch.Size, strides: Strides) -> Strides:
-    """Return the strides of a whole tensor of this shape, whose local parts have these `strides`."""
+    """Return the strides of a distributed tensor of the global `shape` whose local part has these `strides`."""
     found, size = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
         if strides[dim]:
@@ -114,7 +114,7 @@ def _strides_of_whole(shape: torch.Size, strides: Strides) -> Strides:
 
 
 class _Entry(torch.autograd.Function):
-    """Input of a graph, not a leaf: the graph would hold a leaf, which would copy gradients with other strides."""
+    """Identity whose result begins a graph, but is no leaf: a graph keeps a leaf alive, and may copy its gradient."""
 
     @staticmethod
     def forward(ctx: Any, origin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,12 +122,12 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wait_for(gradients)  # no operator reads them, and PyTorch holds the memory of collectives until a wait
+        wait_for(gradients)  # PyTorch holds memory of collectives until code waits for a result; nothing reads these
         return None, None
 
 
 def enter_graph(origin: torch.Tensor, value: Any) -> Any:
-    """Return `value` as the input of a graph that begins at the leaf `origin` and discards gradients of the input."""
+    """Return `value` as the input of a graph that begins at the leaf `origin` and drops the gradients of `value`."""
     return tree_map_only(torch.Tensor, partial(_entered, origin), value)
 
 
@@ -149,9 +149,9 @@ def hooked(hooks: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]])
 
 
 def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractContextManager[None]:
-    """In this context, add each new gradient to a present one and free it, as if gradients accumulate; not if `fresh`.
+    """In this context, spend the time of accumulation on each new gradient, and free it; do nothing if `fresh`.
 
-    The parameter stands for its present gradient, which would take memory: measuring must fit wherever the plan does.
+    Adds the parameter's values, since an earlier gradient would take memory: measuring must fit wherever a plan does.
     """
     return hooked(() if fresh else [(parameter, _added) for parameter in parameters])
 
@@ -162,21 +162,21 @@ def _added(parameter: Any) -> None:
         with torch.no_grad():
             if is_dtensor(gradient):  # present gradients have the parameter's placements
                 gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)
-            gradient.add_(parameter)  # takes as long as adding to a present gradient
+            gradient.add_(parameter)  # takes as long as adding an earlier gradient
 
 
-# Protocols that the executor implements. Measurements call its code, but cannot import it: it imports this package.
+# Protocols of classes of the executor, which measurements call but cannot import, since the executor imports this file.
 
 
 class Attached(Protocol):
-    """A recomputed stage with a graph of its own."""
+    """The graph of one recomputation of a stage."""
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Given the outputs' gradients, return those of the input's tensors, then those of the parameters."""
+        """Map the gradients of the output's tensors to those of the input's tensors, followed by the parameters'."""
 
 
 class Runner(Protocol):
-    """Runs a stage in one storage mode, in every way in which the executor runs it."""
+    """Runs a stage in one storage mode. Its methods are the runs that the executor makes."""
 
     function: Callable[..., Any]
 
@@ -185,7 +185,7 @@ class Runner(Protocol):
         """Whether the stage can run without computing its output's values."""
 
     def make_ready(self) -> None:
-        """Do one-time work of a run in advance, so that it is not timed."""
+        """Do work that only the first run of a stage needs, such as generating code, before a run is timed."""
 
     def forward(self, value: Any, *, skip_output: bool = False) -> Any:
         """Run the stage in the surrounding graph; with `skip_output`, the output is allocated but not computed."""
@@ -207,14 +207,14 @@ Stepped = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """Position of a stage in a chain, in which its input takes `input_bytes`.
+    """What the measured cost of a stage depends on besides the stage: its `device`, and its place in a chain.
 
-    `owned`: addresses of storages that belong to the caller (parameters, the batch), not to the stage. Without
-    `fresh_gradients`, parameters already have a gradient when the backward runs. `output_held`: the caller keeps the
-    output until the backward is done, as for the last stage. `carried`: indices of output tensors kept outside the
-    chain, which count neither as |a_{i+1}| nor as saved, but are in memory while the stage runs. `silent`: indices of
-    output tensors that require a gradient but get none, as the loss does not use them. The caller drops them before
-    the backward unless `silent_held`; bytes that the graph keeps count as saved. `arriving`: the gradients' layouts.
+    `input_bytes`: bytes of the stage's input. `owned`: addresses of storages that do not count as the stage's (of
+    parameters, of the batch). `fresh_gradients`: parameters have no gradient when the backward begins. `output_held`:
+    the caller refers to the output until the backward ends, as to that of the last stage. `carried`: indices of output
+    tensors that count neither as |a_{i+1}| nor as saved: the chain counts them in other places. `silent`: indices of
+    output tensors that require a gradient but get none, since the loss does not use them. The caller drops these before
+    the backward unless `silent_held`. `arriving`: layouts of the output's gradients.
     """
 
     device: torch.device

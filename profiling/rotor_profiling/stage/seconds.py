@@ -1,4 +1,4 @@
-"""Time one stage in every storage mode, and as an autograd node that recomputes it, as the executor runs it."""
+"""Time one stage in every storage mode, and inside an autograd node that recomputes it, as the executor does."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """Seconds of one run of a stage in all storage modes, in direct succession.
+    """Seconds of a stage that ran in its storage modes, one directly after the other.
 
-    `ways`: (forward, backward) seconds with a graph in each mode, or only in the first. `node`: the same as an autograd
-    node, whose forward has no graph and whose backward recomputes the stage; None if not timed.
+    `ways`: seconds of (forward, backward) in each mode, or only in the first. `node`: the same for an autograd node,
+    which runs the stage without a graph in its forward, and recomputes it in its backward; None if not timed.
     """
 
     ways: tuple[tuple[float, float], ...]
@@ -34,7 +34,7 @@ class StageRun:
 
     @property
     def total(self) -> float:
-        """Seconds of forward and backward in the first mode, as in a plain step."""
+        """Seconds of forward and backward in the first mode, which stores all saved tensors, as plain training does."""
         return sum(self.ways[0])
 
     @property
@@ -43,22 +43,22 @@ class StageRun:
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """Estimate the seconds of a stage in each mode, from its own runs or those of identical stages.
+    """Estimate the seconds of a stage in each mode from timed `runs` of it, or of stages with an equal signature.
 
-    At least one of the `runs` must have all modes, and at least one a `node`.
+    At least one of the `runs` must have timed all modes, and at least one a `node`.
     """
     forward, backward = (lower_quartile([run.ways[0][phase] for run in runs]) for phase in (0, 1))
     nodes = [run.node for run in runs if run.node is not None]
     longer = lower_quartile([node[1] for node in nodes]) - forward - backward
-    # A backward that recomputes the stage may skip its output, but rebuilds the graph. If this takes longer than the
-    # skip saves, the excess counts as time without a graph: every recomputed stage runs at least once without a graph.
+    # A node's backward recomputes the stage with a graph, maybe without computing its output. If this takes longer than
+    # a forward with a graph, add the difference to `nograd`: a recomputed stage runs at least once without a graph.
     nograd = lower_quartile([node[0] for node in nodes]) + max(0.0, longer)
-    # Capped, as noise could make the skipped time longer than a forward, which `Chain` refuses.
+    # `Chain` refuses a skipped time longer than a forward, as noise could make it.
     skipped = max(0.0, min(-longer, nograd, forward))
     found = []
     for number in range(max(len(run.ways) for run in runs)):
         seconds = [run.ways[number] for run in runs if number < len(run.ways)]
-        # A mode that stores less does all the work of storing the stage whole, and more: a negative extra is noise.
+        # A mode that stores less does all the work of storing the whole stage, and more: a shorter time is noise.
         more, later = (
             max(0.0, lower_quartile([each[phase] for each in seconds]) - whole)
             for phase, whole in enumerate((forward, backward))
@@ -67,8 +67,8 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     return found
 
 
-# A function that returns, for a `Runner`, the function that runs its stage as an autograd node: without a graph, and
-# recomputed in the backward. It is code of the executor, so that times include the executor's overhead.
+# Function of the executor that maps a `Runner` to a function that runs its stage as an autograd node: the forward has
+# no graph, and the backward recomputes the stage. So times include the executor's overhead.
 AsNode = Callable[[Any], Callable[[Any], Any]]
 
 
@@ -82,11 +82,11 @@ def time_ways(
     again: bool = True,
     hand_on: bool = True,
 ) -> tuple[StageRun, Any]:
-    """Time one run of a stage on `value` in all modes; return it, and with `hand_on`, the output without a graph.
+    """Time a stage on `value` in all modes; return the seconds and, with `hand_on`, the output without a graph.
 
-    Modes are timed in direct succession, as the speed of a busy machine varies from moment to moment by more than they
-    differ. With `again`, also times a run as an autograd node, by `as_node`. Without `as_node`, times only the node's
-    forward and recomputation, and adds the first mode's backward.
+    Runs modes one directly after the other, since the speed of a busy machine varies by more than modes differ. With
+    `again`, also times an autograd node, made by `as_node`. If that is None, times a forward without a graph and a
+    recomputation, and takes the backward's seconds from the first mode.
     """
     origin, output, laps = torch.empty(0, requires_grad=True), None, _Laps(watch)
 
@@ -103,7 +103,7 @@ def time_ways(
         return [output]
 
     def backward(outputs: list[Any], name: str) -> None:
-        # The engine owns the output's gradients, as in training, so that it may add to them in place.
+        # Only the engine refers to the output's gradients, as in training, so it may add to them in place.
         source = scalar_after(outputs.pop(), context.silent, context.arriving, made=lambda _: laps.end())
         if source is None:
             laps.end()
@@ -138,7 +138,7 @@ def time_ways(
 
 
 def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps) -> None:
-    """Run the forward and the recomputation of a node, without its backward."""
+    """Run the forward and the recomputation that an autograd node of the stage runs, but no backward."""
     enter()
     laps.end()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps
     laps.end("first")
     del output
     laps.end()
-    # Release the output in this lap: a skipped output has another size, and takes another time to free.
+    # Free the output in this lap, since the time that this takes depends on whether the output was computed.
     attached, output = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
     del output
     laps.end("again")
@@ -154,7 +154,7 @@ def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps
 
 
 class _Laps:
-    """Seconds of a stopwatch's laps by name; laps without a name do not count."""
+    """Stopwatch with named laps: `stop` maps each name to the seconds of its laps."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch, self._names = watch, list[str]()

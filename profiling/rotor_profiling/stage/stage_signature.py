@@ -1,4 +1,4 @@
-"""Identify stages with the same structure, shapes and input, so that one measurement serves all of them."""
+"""Compute signatures, which are equal for stages of equal structure and input: one measurement serves all of them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_compat import is_fsdp_module
 from rotor_profiling.value_tree import tree_flatten
 
-# Tables of hooks that a training step never calls; `fully_shard` fills some.
+# Names of a module's dicts of hooks that no training step calls; `fully_shard` adds hooks to some.
 _OF_NO_STEP = re.compile("_(load_)?state_dict_.*hooks")
-# Tables of hooks' options, each with the table of the hooks that have them: without hooks, options do not matter.
+# Maps each dict of a module with hooks' options to its dict of these hooks: without hooks, options do not matter.
 _OF_HOOKS = {"_forward_pre_hooks_with_kwargs": "_forward_pre_hooks", "_forward_hooks_with_kwargs": "_forward_hooks"}
-# Prefix of attributes in which `fully_shard` keeps a module's state. A stage is measured with whole parameters and
-# without these hooks, so it costs the same however it is sharded.
+# Prefix of attributes in which `fully_shard` keeps a module's state. Signatures leave them out, since a stage is
+# measured with gathered parameters, and so costs the same however it is sharded.
 _SHARDING = "__composable_api_state_key"
 
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """Represents in a signature an object that equals only itself, as long as it lives in this process."""
+    """Entry of a signature for an object that cannot be compared by value: equal only to that of the same object."""
 
     address: int
 
 
 class HasKind(ABC):
-    """Base class of modules that define their own signature, as only their generator knows which compute the same."""
+    """Base class of generated modules, which define a part of their signature themselves."""
 
     @abstractmethod
     def kind(self, value: Any) -> Hashable:
@@ -48,7 +48,7 @@ class HasKind(ABC):
 def stage_signature(function: Callable[..., Any], value: Any) -> Hashable:
     """Return a key that is equal for stages that cost the same on `value`.
 
-    An object that cannot be compared gets a unique key: its stage is then measured, even if that is needless.
+    A stage with an object that cannot be compared gets a unique key, so it is measured even if an equal one was.
     """
     if not isinstance(function, nn.Module):
         return Unlike(id(function)), value_signature(value)  # other callables cannot be compared
@@ -113,7 +113,7 @@ def _function(function: Any) -> Hashable:
 
 
 def _bound(value: Any) -> Hashable:
-    """Return the key of a bound value. A nested function with a closure is unique, as it may refer to the outer one."""
+    """Return the key of a default or closure cell of a function; unique for a closure, which may refer back to it."""
     if isinstance(value, list | tuple):
         return tuple(map(_bound, value))
     return Unlike(id(value)) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
