@@ -1,4 +1,4 @@
-"""Keep the saved tensors of a stage in another form (packed, rounded, offloaded), and restore them for the backward."""
+"""Keep the saved tensors of a stage packed, rounded or offloaded (in a "form"), and restore them for the backward."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from rotor_py.stage.saved_tensors import (
 
 
 class KeptStorage:
-    """One saved storage in its current form. All saved tensors that are views of it share this object."""
+    """A saved storage, which is converted to a form later. All saved tensors that are views of it share this object."""
 
     __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "need", "undecided")
 
     def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
         self.kept: Saved = SavedAsItIs(tensor)
-        self.need = need  # what the nodes known to read it need together: its shape, signs or values
-        self.undecided: set[int] = set()  # sequence numbers of nodes that saved it, whose need is not known yet
+        self.need = need  # what the nodes that saved it read of it, as far as known: its shape, signs or values
+        self.undecided: set[int] = set()  # sequence numbers of nodes that saved it, and of which this is not known yet
         self.dtype = tensor.dtype
-        self._writes = tensor.detach()  # made empty; shares the version counter of the saved tensor
+        self._writes = tensor.detach()  # shares the version counter of the saved tensor, but, below, not its memory
         self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._given: StorageWeakRef | None = None
 
     def keep_as_it_is(self, tensor: torch.Tensor) -> None:
-        """Keep the storage unchanged from now on. `tensor` is the storage or a view of it."""
+        """Keep the storage unchanged from now on. `tensor` is any tensor in it."""
         self.kept, self._given = SavedAsItIs(tensor), None
 
     def read_by(self, node: int | None) -> None:
-        """Note that the node with this sequence number saves the storage; None stands for one that needs values."""
+        """Record that the node of this sequence number saves the storage; None stands for a node that reads values."""
         if node is None:
             self._needs(Need.NUMBERS)
         elif self.need is not Need.NUMBERS:
@@ -79,11 +79,11 @@ class KeptStorage:
         return made
 
     def _still_held(self) -> torch.Tensor | None:
-        """Return the last restored tensor if a node still holds it (Rule 8)."""
-        # Compare storages: nodes hold views, and the tensor of which these were made is freed.
+        """Return the last restored tensor if a node still refers to its storage (Rule 8)."""
+        # Ask for the storage: nodes refer to views of the restored tensor, which itself is freed.
         if self._given is None or self._given.expired():
             return None
-        # Another thread may have released the storage in the meantime.
+        # Another thread may have released the storage since the check.
         storage: torch.UntypedStorage | None = torch_compat.new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
@@ -101,49 +101,49 @@ class SavedView:
         return self._storage.tensor().as_strided(*self._view)
 
 
-# Note [Saved tensors in another form]
+# Note [Forms of saved tensors]
 #
-#  1. A form (packed, rounded or offloaded) gets storages, not tensors, since autograd saves several views of a storage,
-#     and a tensor for several nodes. It gets each storage once, as a flat tensor of all its elements. Views are
+#  1. A form (packed, rounded or offloaded) gets storages, not tensors: autograd saves several views of a storage, and
+#     one tensor for several nodes. It gets each storage once, as a flat tensor of all its elements. Views are
 #     recreated from the restored storage.
-#  2. A form gets only memory that saving would add. Parameters, buffers and inputs of the stage (`untouched`) are saved
-#     unchanged. Outputs are saved unchanged, too, since the next stage reads them; `spare` gets them when the run ends.
+#  2. A form gets only memory that is allocated because a tensor is saved. Parameters, buffers and inputs of the stage
+#     (`untouched`) are saved unchanged. So are outputs, which the next stage reads; `spare` gets them at the run's end.
 #  3. A form gets only plain strided storages of at least `LEAST_BYTES`: no DTensor, sparse or lazily conjugated tensor.
 #     A second view of a storage in another dtype is saved unchanged, since the restored bits may differ.
-#  4. Autograd may save a tensor before it is filled: RReLU saves its noise, then draws it. So a tensor is converted
-#     when the next node saves something or the run ends, unless it was written to in between.
-#  5. Two views share a stored form only if they share a version counter. An RNN cell writes to parts of a
-#     storage with separate version counters, and saves each part when it is written.
-#  6. Reading a tensor that was saved unchanged checks for in-place writes: with hooks, autograd does not check.
-#  7. No object here refers to the graph: an output saved with its history would keep its own node alive.
-#  8. Only nodes that read a restored tensor hold it, and share it meanwhile. It is not cached for later nodes.
-#  9. Autograd calls only the innermost hooks. Those of a stage stored in part hand tensors to the enclosing form.
-# 10. Autograd attaches the history to the restored tensor. So create_graph=True works, with the form's precision.
-# 11. ReLU needs only the signs of its result, leaky ReLU those of its input; a form may keep only the signs if no other
-#     node needs the values. Pooling reads only the shape. The saving node is known at once if it saves its own result,
-#     else when a later tensor computed from it is saved or the run ends. Until then the tensor stays unchanged, and a
-#     run that may end early goes on. If the node remains unknown, the values count as needed.
+#  4. Autograd may save a tensor before an operator writes its values: RReLU saves its noise, then draws it. So a tensor
+#     is converted when the next node saves a tensor or the run ends, unless it was written to in between.
+#  5. Two views share a `KeptStorage` only if they share a version counter. An RNN cell writes to parts of a storage
+#     with separate version counters, and saves each part when it is written.
+#  6. Reading a tensor that was saved unchanged checks for in-place writes, since autograd does not check with hooks.
+#  7. No object here refers to the graph: an output saved with its `grad_fn` would keep its own node alive.
+#  8. Only nodes refer to a restored tensor. While one does, others get the same tensor; else, it is restored again.
+#  9. Autograd calls only the innermost hooks. Those of a stage stored in part pass tensors to the enclosing form.
+# 10. Autograd gives the restored tensor its `grad_fn`. So create_graph=True works, with the form's precision.
+# 11. ReLU's backward reads only the signs of its result, leaky ReLU's those of its input, pooling's only a shape. A
+#     form may keep only the signs if no node reads the values. The saving node is known at once if it saves its own
+#     result, else when a tensor computed from it is saved or the run ends. Until then, the tensor stays unchanged, and
+#     a run that may end early goes on. If the node remains unknown, it counts as reading the values.
 # 12. A tensor that a form declines is offered to the form of the enclosing run: unpacked tensors may be offloaded.
 
-# Minimum bytes of a storage, one page. Smaller ones are saved unchanged: calls take time, and would save little.
+# Minimum bytes of a storage to convert, one page. For smaller ones, the calls would take time and save little memory.
 LEAST_BYTES = 4096
 
 
 class Form(Protocol):
-    """A way to keep saved tensors: packed, rounded or offloaded. It may have the method `keep_sign` of `Packed`."""
+    """Converts saved storages: packs, rounds or offloads them. It may have a method `keep_sign` like `Packed`'s."""
 
     def keep(self, memory: torch.Tensor) -> Saved | None:
-        """Keep `memory`, the flat tensor of all elements of a storage; return None to save it unchanged.
+        """Return an object that restores `memory`, the flat tensor of a storage's elements; None to save it unchanged.
 
-        The result may hold `memory` only while copying it, so that it is freed afterwards.
+        The object may refer to `memory` only while it is being copied, so that its memory is freed.
         """
 
 
 class Keeping:
     """Context for one run of a stage whose saved tensors are kept in a form.
 
-    `untouched` tensors are in memory anyway: parameters, buffers and inputs of the stage. A form that does not read
-    values also gets fake tensors, as in predictions for another device. `seen` gets the bytes of storages by address.
+    `untouched`: tensors to save unchanged, which stay in memory: parameters, buffers and inputs of the stage. Without
+    `reads_values`, the form also gets fake tensors. Into `seen`, the run puts the bytes of saved storages, by address.
     """
 
     def __init__(
@@ -160,11 +160,12 @@ class Keeping:
         self._seen = seen
         self._least_bytes = least_bytes
         self._reads_values = reads_values
-        # By address, which the weak references keep other storages from reusing.
+        # By address. The weak references prevent its reuse by other storages.
         concerned = filter(self._concerns, untouched)
         self._untouched = {ref.cdata: ref for ref in (StorageWeakRef(each.untyped_storage()) for each in concerned)}
         self._references: dict[int, StorageWeakRef] = {}
-        self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}  # Weak: entries go when autograd releases them
+        # By address and version. Weak references, since autograd may release a saved tensor during the run.
+        self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
         self._fresh: list[ref[KeptStorage]] = []
         self._node = -1  # sequence number of the node that saved the fresh tensors
         self._handing_over = innermost_run.get()
@@ -201,11 +202,11 @@ class Keeping:
 
     @property
     def undecided(self) -> bool:
-        """Whether a tensor is still saved unchanged, because it is not known yet what its nodes need (Rule 11)."""
+        """Whether it is not known yet what the backward reads of some saved tensor (Rule 11)."""
         return any(kept.undecided for kept in self._waiting())
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """Return the object to save instead of `tensor`. `for_numbers`: whether a recompute reads its values, too."""
+        """Return the object to save instead of `tensor`. `for_numbers`: its values are needed, for a recomputation."""
         if self._seen is not None and (is_plain(tensor) or is_fake(tensor)):
             self._seen.update(storages([tensor]))
         # Gathered parameters of a sharded model appear only during the run, so they are not in `untouched`.
@@ -231,7 +232,7 @@ class Keeping:
         kept.read_by(node)
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Search the nodes behind `tensors` for those that saved undecided storages, and note what these nodes need."""
+        """Find the nodes that saved `undecided` storages in the graph of `tensors`, and record what they read."""
         undecided = {number for kept in self._waiting() for number in kept.undecided}
         if undecided:
             found = nodes_behind(tensors, undecided)
@@ -242,7 +243,7 @@ class Keeping:
         return (kept for kept in (each() for each in self._fresh) if kept is not None)
 
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Save `tensors`, the outputs of the run, unchanged: they stay in memory anyway."""
+        """Save `tensors`, the outputs of the run, unchanged, since the next stage keeps them in memory."""
         tensors = list(tensors)
         self.settle(tensors)
         for tensor in filter(self._concerns, tensors):
@@ -252,11 +253,11 @@ class Keeping:
                 self._fresh = [each for each in self._fresh if each() is not found]
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
-        """Whether the form can keep this tensor: plain memory, or a fake tensor for a form that reads no values."""
+        """Whether the form may get the storage of `tensor`: if it is plain, or fake and the form reads no values."""
         return is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, node: int | None) -> KeptStorage | None:
-        """Register the storage behind `tensor`, saved by `node` (None: by one that certainly needs the values)."""
+        """Return a new record of the storage of `tensor`, which `node` saves (None: a node that reads the values)."""
         storage = tensor.untyped_storage()
         if self._is_untouched(tensor):
             return None
@@ -280,7 +281,7 @@ class Keeping:
         return next((each for each in known if each.counts_writes_to(tensor)), None)
 
     def _give_fresh(self, *, at_the_end: bool = False) -> None:
-        """Give the form the storages saved by a node that has run (Rule 4)."""
+        """Convert the storages saved by the previous node (Rule 4), or at the end of the run, all that are left."""
         waiting = list(self._waiting())
         self._fresh = [ref(found) for found in waiting if found.undecided and not at_the_end]
         for found in waiting:
@@ -294,14 +295,14 @@ class Keeping:
                 found.kept = kept or self._kept_around(memory) or saved
 
     def _kept_around(self, memory: torch.Tensor) -> Saved | None:
-        """Offer `memory`, which this form declines, to the forms of the enclosing runs (Rule 12)."""
+        """Convert `memory`, which this form declines, by the form of an enclosing run; None if none can (Rule 12)."""
         around = self._around
         if around is None or around._is_untouched(memory) or not around._concerns(memory):
             return None
         return around.form.keep(memory) or around._kept_around(memory)
 
 
-# The innermost active `Keeping`; None if tensors are saved unchanged.
+# The innermost `Keeping` whose context is entered, or None.
 innermost_keeping: ContextVar[Keeping | None] = ContextVar("rotor_py.innermost_keeping", default=None)
 
 

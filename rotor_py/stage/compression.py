@@ -31,16 +31,16 @@ class Converted:
         return self.values.to(self.dtype)
 
 
-# Booleans packed as bits, eight to a byte.
+# Booleans are packed as bits, eight to a byte.
 #
-# Eight booleans, a byte each, are read as one 64-bit integer. To pack, a multiplication gathers their lowest bits in
-# its highest byte. To unpack, another copies a byte eight times, and a mask takes a different bit of each copy.
+# Eight booleans, a byte each, are read as one 64-bit integer. To pack, its product with `_GATHER` has their lowest bits
+# in its highest byte. To unpack a byte, its product with `_COPIES` has eight copies, and a mask takes one bit of each.
 
-# byte 7 - i is 2**i: times byte i of the booleans, it adds bit i to the highest byte; no sum carries into another byte
+# Byte 7 - i is 2**i. The product with byte i of the booleans is bit i of the highest byte. No sum carries into a byte
 _GATHER = 0x0102040810204080
 _COPIES = 0x0101010101010101
-_ONE_OF_EACH = 0x8040201008040201 - 2**64  # bit i of byte i, as a signed integer
-_CARRY = 0x7F7F7F7F7F7F7F7F  # added to a byte, sets its highest bit if the byte is not 0
+_ONE_OF_EACH = 0x8040201008040201 - 2**64  # mask of bit i in byte i, as a signed integer
+_CARRY = 0x7F7F7F7F7F7F7F7F  # 127 in each byte: added to a byte of one bit, sets the highest bit unless the byte is 0
 
 
 def packed_bits(values: torch.Tensor) -> torch.Tensor:
@@ -67,10 +67,10 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
     return values
 
 
-# Rounding declines saved tensors smaller than the input by this factor: statistics of rows, such as a mean or a
-# logsumexp, from which whole rows are computed. Rows have at least 32 values, those of the smallest attention heads.
+# Saved tensors smaller than the input by this factor are not rounded: they may be statistics of rows, such as a mean or
+# a logsumexp, whose error would spread to whole rows. The shortest rows, of small attention heads, have 32 values.
 _STATISTICS = 16
-# A storage mode is worth measuring if it spares at least this share of the bytes that autograd saves.
+# A keeper is worth measuring if it reduces the bytes that autograd saves by at least this share.
 _LEAST_SHARE = 0.02
 
 
@@ -81,7 +81,7 @@ class SmallerKept(Saved, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FormKeeper(Keeper):
-    """Keeper that stores the saved tensors of a stage in `form`, in fewer bytes on the same device."""
+    """Storage mode that packs or rounds the saved tensors of a stage, by `form`, and keeps them on their device."""
 
     form: Packed
 
@@ -116,7 +116,7 @@ class FormKeeper(Keeper):
 
 
 class _FormTrial(Trial):
-    """Runs a stage unchanged, and counts by how many bytes the form of `keeper` would reduce its saved tensors."""
+    """Finds by how many bytes the form of `keeper` would reduce a stage's saved tensors, which it saves unchanged."""
 
     def __init__(self, keeper: FormKeeper, function: Callable[..., Any]) -> None:
         self._keeper, self._function = keeper, function
@@ -134,18 +134,18 @@ class _FormTrial(Trial):
             self.pays = spared >= _LEAST_SHARE * saved and spared > 0
             present = storages(tensors_in([value, output, owned_tensors(self._function)]))
             self.saved_bytes = sum(size for address, size in seen.items() if address not in present)
-            tried.memory.clear()  # release it now: the graph keeps `tried` alive
+            tried.memory.clear()  # the graph keeps `tried` alive, but must not keep these tensors alive
             return output
 
         return watched
 
 
 class _Tried:
-    """A form that leaves saved tensors unchanged, and records how many bytes they would take in `form`."""
+    """Form that saves tensors unchanged, and records how many bytes `form` would keep of them."""
 
     def __init__(self, form: Packed) -> None:
-        self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes in the other form)
-        self.memory: list[torch.Tensor] = []  # tensors held so that their addresses are not reused
+        self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes that `form` would keep)
+        self.memory: list[torch.Tensor] = []  # keeps the tensors alive, so that no address is reused
         self._form = form
 
     def keep(self, memory: torch.Tensor) -> None:
@@ -160,19 +160,19 @@ class _Tried:
         self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes
 
 
-# Lossless packing. Three kinds of tensors pack in every step, so their bytes, measured once, are those of all steps:
+# Lossless packing. Some tensors can be packed in every step, so that their bytes, measured once, hold for all steps:
 # booleans, as bits; int64 indices, such as those of max pooling, in 8 to 32 bits; and dropout masks, which on a CPU are
-# floating tensors of 0 and 1/(1 - p). Other tensors may be packable by chance in one step; they are saved unchanged.
+# floating-point tensors of 0 and 1/(1 - p). Tensors that can be packed only in some steps are saved unchanged.
 #
-# The result of ReLU and the input of leaky ReLU shrink to sign bits if no other node needs the values: before dropout
-# and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows does need them.
+# Of the result of ReLU and the input of leaky ReLU, only sign bits are kept if no other backward reads the values, as
+# between ReLU and dropout or pooling, or between a norm and leaky ReLU. A convolution or matrix product reads them.
 
-# In order of width; of two equally wide types, the one with the faster conversion first.
+# The narrowest type first; of two equally wide types, the one with the faster conversion first.
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
-# Headroom for larger indices. Max pooling selects elements in the last fifth of every plane of over 256 elements.
+# Factor by which indices may grow in later steps. Max pooling selects some element in the last 20 % of a large plane.
 _MARGIN = 1.25
-_SAMPLE = 1024  # elements checked before the whole tensor: these rule out nearly all tensors that are no masks
-# Integer types by bytes, for bitwise comparison: -0.0 equals 0.0, and NaN does not equal itself.
+_SAMPLE = 1024  # number of elements to check first: they rule out nearly all tensors that are no masks
+# Integer types by bytes, to compare bits of floating-point values: -0.0 == 0.0, and NaN != NaN.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -180,8 +180,8 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Packed:
     """Keeps booleans, dropout masks and signs as bits, and integers in the narrowest type that holds them."""
 
-    name: str = "packed"  # name in plans and reports
-    exact: bool = True  # whether restored tensors have the same bits
+    name: str = "packed"  # name of the storage mode in plans and reports
+    exact: bool = True  # whether each restored tensor equals the saved one bit for bit
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         if memory.dtype == torch.bool:
@@ -191,13 +191,13 @@ class Packed:
         return _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Keep one bit for each element of `memory`: whether its sign is as `need` says (not NUMBERS or SHAPE).
+        """Keep one bit for each element of `memory`: the answer to the question `need`, which is about its sign.
 
-        The restored tensor is 1 where the bit is set, else 0 or -1. Return None for dtypes that are not packed.
+        The restored tensor is 1 where the answer is yes, else 0 or -1. Return None for dtypes that are not packed.
         """
         if not memory.is_floating_point() or memory.element_size() not in _BITS:
             return None
-        with not_deciding():  # comparisons here are no decisions of the stage
+        with not_deciding():  # the stage's own decisions are replayed, but not these comparisons
             if need is Need.POSITIVE_OR_NAN:
                 where = memory.le(0).logical_not_()
             else:
@@ -208,7 +208,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """Booleans as bits, and `restored`, a function that makes the tensor from the bits and `count`, their number."""
+    """A tensor kept as one bit per element; `restored` makes it from the bits and the number of elements, `count`."""
 
     bits: torch.Tensor
     count: int
@@ -223,7 +223,7 @@ class _Bits:
 
 
 def _masked(other: int, dtype: torch.dtype, bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Restore a tensor whose elements are 0 or one other value, whose bits are the integer `other`."""
+    """Restore a tensor of zeros and one other value, which has the bits of the integer `other`."""
     return unpacked_bits(bits, count).to(_BITS[dtype.itemsize]).mul_(other).view(dtype)
 
 
@@ -244,14 +244,14 @@ def _narrow(memory: torch.Tensor) -> Converted | None:
 
 
 def _mask(memory: torch.Tensor) -> _Bits | None:
-    # On other devices, dropout masks are booleans, and reading values would synchronize.
+    # Only on the CPU, dropout masks are floating-point tensors, and reading values does not synchronize with a device.
     if memory.device.type != "cpu" or memory.element_size() not in _BITS:
         return None
     bits = memory.view(_BITS[memory.element_size()])
     if not bits.numel() or not _may_be_mask(bits[:_SAMPLE], memory.dtype):
         return None
     low, other = (int(each) for each in bits.aminmax())
-    # A tensor of zeros or ones alone is no dropout mask, and may have other values in the next step.
+    # A tensor of only zeros or only ones is no dropout mask: its values may differ in the next step.
     if low < 0 or not other or (low == other and _number(other, memory.dtype) == 1):
         return None
     where = bits == other
@@ -261,7 +261,7 @@ def _mask(memory: torch.Tensor) -> _Bits | None:
 
 
 def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `sample`, the bits of elements as integers, has only 0 and one value that a dropout mask may have."""
+    """Whether `sample`, bits of elements as integers, has only 0 and at most one other value, as in a dropout mask."""
     low, other = (int(each) for each in sample.aminmax())
     if low < 0 or (other and not 1 <= _number(other, dtype) < math.inf):
         return False
@@ -269,24 +269,24 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _number(bits: int, dtype: torch.dtype) -> float:
-    with not_deciding():  # reading a value here is no decision of the stage
+    with not_deciding():  # the stage's own decisions are replayed, but not this reading of a value
         return float(torch.tensor(bits, dtype=_BITS[dtype.itemsize], device="cpu").view(dtype))
 
 
-# Saved floating tensors in low precision, rounded; opt-in only.
+# Rounding of saved floating-point tensors, only if the user sets `keep=`.
 #
-# The forward computes with exact values; only gradients come from rounded ones. Tensors that cannot be packed without
+# The forward computes with exact values; only the backward reads rounded ones. Tensors that cannot be packed without
 # loss are rounded to bfloat16, which has the range of float32, or to eight bits with a scale for each block of 128
-# adjacent elements, not for each channel: a channel has many tokens, one of which may be large, and a storage of
-# several views has no channels. A tensor that has or would get an infinity or NaN is saved unchanged.
+# adjacent elements. A scale for each channel would be too large for most of its tokens if one of them is large, and a
+# storage with several views has no channels. A tensor that has or would get an infinity or NaN is saved unchanged.
 
-BLOCK = 128  # elements per scale: rows of activations are multiples of 128, and scales add 3 % to the rounded bytes
-_CHUNK = 2**20  # number of elements rounded at once, to bound the temporary memory
+BLOCK = 128  # elements per scale: divides the length of most rows of activations; scales add 3 % to the rounded bytes
+_CHUNK = 2**20  # elements rounded at once, which bounds the temporary memory
 
 
 @dataclass(frozen=True, slots=True)
 class FewerBits(Packed):
-    """Packs tensors that pack without loss, and rounds other floating tensors to `dtype` if that is narrower."""
+    """Packs tensors without loss where `Packed` can, and rounds other floating-point tensors to a narrower `dtype`."""
 
     exact: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -297,18 +297,18 @@ class FewerBits(Packed):
             return packed
         if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
             return None
-        with not_deciding():  # comparing and rounding values here is no decision of the stage
+        with not_deciding():  # the stage's own decisions are replayed, but not those made here
             return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
 
 _WORDS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-# Forms by the values of `keep=`.
+# Maps each value of `keep=` to its form.
 FEWER_BITS = {word: FewerBits(f"in {word}", dtype=dtype) for word, dtype in _WORDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """Blocks of elements in eight bits, the blocks' scales, and the exact elements after the last block."""
+    """`values` of whole blocks in eight bits, a scale for each block, and the exact elements after the last one."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -342,7 +342,7 @@ def _scaled(memory: torch.Tensor, dtype: torch.dtype) -> _Scaled | None:
     scales = torch.linalg.vector_norm(memory[:blocked].view(-1, BLOCK), torch.inf, dim=1, dtype=precise).div_(largest)
     if not bool(scales.isfinite().all()):
         return None
-    scales.clamp_(min=torch.finfo(precise).tiny)  # blocks of zeros and of denormal numbers
+    scales.clamp_(min=torch.finfo(precise).tiny)  # a scale of 0, of a block of zeros or denormal values, would give NaN
     values = torch.empty(blocked, dtype=dtype, device=memory.device)
     for start, stop in _chunks(blocked):
         block = memory[start:stop].view(-1, BLOCK) / scales[start // BLOCK : stop // BLOCK, None]
@@ -356,13 +356,13 @@ def _chunks(count: int) -> list[tuple[int, int]]:
 
 
 def word_of(ways: Iterable[str]) -> str | None:
-    """Return the value of `keep=` that gives the first storage mode in `ways` that rounds; None if none does."""
+    """Return the value of `keep=` of the first storage mode in `ways` that rounds; None if no mode rounds."""
     words = {form.name: word for word, form in FEWER_BITS.items()}
     return next((words[keeper] for way in ways if (keeper := parted(way, words)[1]) is not None), None)
 
 
 def rounded_stages(chain: Chain, sequence: Sequence) -> dict[int, str]:
-    """Return, by index of each stage whose saved tensors `sequence` ever rounds, the value of `keep=` that does so."""
+    """Map the index of each stage whose saved tensors `sequence` rounds to the value of `keep=` that rounds them."""
     enabled = [each for one in (sequence, *sequence.beside) for each in one if isinstance(each, ForwardEnable)]
     ways = [(each.stage, chain.stages[each.stage].options[each.option].name) for each in enabled]
     return {stage: word for stage, way in ways if (word := word_of([way])) is not None}

@@ -1,4 +1,4 @@
-"""Add the stage and its pass (forward, recomputation, backward) to errors, and recognize out-of-memory errors."""
+"""Name the stage and the pass (forward, recomputation, backward) in errors, and recognize out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import record_fields
 
-# The CPU allocator raises a plain RuntimeError, recognizable only by its text.
+# The CPU's allocator raises a RuntimeError; only its message shows that memory ran out.
 _CPU = "DefaultCPUAllocator: can't allocate memory"
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int:
-    """Return the bytes of the failed allocation; 0 if the error does not name them. CUDA rounds them to 1 %."""
+    """Return the bytes of the failed allocation; 0 if the message lacks them. Those in CUDA's messages are rounded."""
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
@@ -35,14 +35,15 @@ BACKWARD = "backward"
 
 _log = logging.getLogger("rotor_py")
 
-# Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and True when the pass begins or
-# False when it ends. The backward of a stage in the caller's graph begins when its gradient arrives; no call ends it.
+# Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and True when the pass begins, or
+# False when it ends. For the backward of a stage in the caller's graph, only the begin is reported, when its output's
+# gradient is complete.
 Watcher = Callable[[str, str, bool], None]
 
 watchers: list[Watcher] = []
 
 
-# One list for all threads: the engine runs CUDA backwards in threads of its own.
+# All threads share the list of watchers, since autograd runs CUDA backwards in other threads.
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     watchers.append(watcher)
@@ -53,9 +54,9 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 class During:
-    """Context for one pass of a stage: reports begin and end to the watchers, and adds a note to an exception."""
+    """Context for one pass of a stage: calls the `watchers` at its begin and end, and adds a note to an exception."""
 
-    # A class, since a `contextmanager` generator costs more, and every run of every stage enters this.
+    # A class: every run of every stage enters this context, and a `contextmanager` generator would take longer.
     __slots__ = ("doing", "name")
 
     def __init__(self, doing: str, name: str) -> None:
@@ -76,7 +77,7 @@ class During:
 
 
 def tell_of_backward(output: Any, name: str) -> None:
-    # Hooks cost time in every step, and watchers are rare.
+    # Without watchers, which are rare, save the time of hooks.
     if watchers and torch.is_grad_enabled():
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -89,7 +90,7 @@ def _tell(doing: str, name: str, begins: bool) -> None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, once. Before Python 3.11, whose tracebacks show no notes, also log it."""
+    """Add a note to an exception unless it has it. Log it, too, before Python 3.11, whose tracebacks show no notes."""
     if text in getattr(error, "__notes__", ()):
         return
     with contextlib.suppress(Exception):  # an exception that takes no note still reaches the user

@@ -1,21 +1,21 @@
-"""Record the state of a stage and its surroundings in the first run; restore or compare it in a recomputation.
+"""Record the state of a stage and of the process in the stage's first run; restore or compare it when it is recomputed.
 
 # Note [What a recomputation sees]
 #
-# A recomputation must see the state that the first run saw, whatever the user has changed since, and change nothing.
+# A recomputation must see the state that the first run saw, even if the user has changed it since, and change no state.
 #
-#  1. Restored state of the surroundings (`World`): context variables, function modes, dispatch modes except torch's,
-#     which only count operators (around the backward, `FlopCounterMode` counts recomputations), settings that choose
-#     kernels and precision, default dtype and device, hooks on all modules, autocast.
+#  1. Restored state of the process (`World`): context variables, function modes, dispatch modes except torch's, which
+#     only count operators (so a `FlopCounterMode` around the backward counts recomputations), settings that choose
+#     kernels and precision, default dtype and device, hooks that are registered for all modules, autocast.
 #  2. Restored state of the stage: random streams, buffers that forwards change, training modes, attributes and the
 #     contents of lists, dicts and sets among them, tables of submodules, parameters, buffers and hooks (`Seen`), and
-#     which parameters were trained. The tables also restore parameters that `functional_call` had put in.
+#     which parameters required gradients. The tables include parameters that `functional_call` had substituted.
 #  3. Compared state, of which there is no copy: versions of parameters, other buffers and the stage's input; addresses
 #     of parameters; the class of a module, and its `forward`. A difference raises `StageChangedError` before the stage
-#     runs, as autograd raises for changed saved tensors. Later plans store the stage.
-#  4. `parametrize.cached` reuses no value of an earlier run of a stage, which would have that run's history.
-#  5. These writes are not detected: into an object that an attribute names, a global, a file, or, through `.data`, into
-#     part of a parameter. An optimizer's step shows in the first and last bytes of a parameter on the CPU.
+#     is recomputed, as autograd raises for changed saved tensors. Later plans store this stage.
+#  4. `parametrize.cached` reuses no tensor of an earlier run of a stage, which belongs to that run's graph.
+#  5. These writes are not detected: to an object in an attribute, to a global, to a file, and through `.data` to a part
+#     of a parameter. If an optimizer steps through `.data` on the CPU, a parameter's first or last bytes show it.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _COUNTERS = ("torch.utils.flop_counter", "torch.utils.module_tracker")
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:
-    """Return ids of the hooks that PyTorch calls for every module, except its own counters', which change no result."""
+    """Return the keys of the hooks that PyTorch calls for every module, except those of its counters of operators."""
     return tuple(number for table in _GLOBAL_HOOKS if table for number in _without_counters(table))
 
 
 @contextmanager
 def counters_aside() -> Iterator[None]:
-    """Hide the context from torch's counters, such as `FlopCounterMode`, which count operators and modules."""
+    """Inside this context, hide operators and modules from torch's counters, such as `FlopCounterMode`."""
     with undoing() as undo:
         for table in _GLOBAL_HOOKS:
             _swap(undo, table, _without_counters(table))
@@ -80,7 +80,7 @@ def _without_counters(hooks: dict[int, Any]) -> dict[int, Any]:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Surroundings of a forward that the user may change before its backward (Rule 1 of the Note)."""
+    """State of the process in a forward that the user may change before the backward (Rule 1 of the Note)."""
 
     variables: dict[ContextVar[Any], Any]
     settings: tuple[Any, ...]
@@ -102,12 +102,12 @@ class World:
         """Restore the recorded state, except context variables (see `run`), until `undo` runs."""
         if tuple([each.get() for each in _SETTINGS]) != self.settings:
             for each, before in zip(_SETTINGS, self.settings, strict=True):
-                if (now := each.get()) != before:  # setting an old-style option may have set this one already
+                if (now := each.get()) != before:  # setting an older option may have set this one, too
                     undo.append(partial(each.set, now))
                     each.set(before)
         swap = partial(_swap_modes, undo)
         swap(function_mode_stack, self.function_modes, pop_function_mode, push_function_mode, _OWN)
-        # Leave torch's own modes: they count operators, or make all tensors fake.
+        # Leave torch's own dispatch modes as they are: they count operators, or make all tensors fake.
         swap(dispatch_mode_stack, self.dispatch_modes, pop_dispatch_mode, push_dispatch_mode, _OWN_AND_TORCH)
         if self.hooks or any(_GLOBAL_HOOKS):
             for table, hooks in zip(_GLOBAL_HOOKS, self.hooks or [{} for _ in _GLOBAL_HOOKS], strict=True):
@@ -142,7 +142,7 @@ def _swap_modes(
     push: Callable[[Any], object],
     own: str | tuple[str, ...],
 ) -> None:
-    """Set the modes of the first run until `undo` runs; leave modes alone whose class is in a module named `own`…."""
+    """Enter the first run's modes, `before`, until `undo` runs; but keep the present modes of Python modules `own`…."""
     now = present()
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
@@ -160,7 +160,7 @@ def _swap_modes(
 
 
 def _swap(undo: Undoing, table: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give `table` its former entries, until `undo` runs."""
+    """Give `table` the entries `before` until `undo` runs."""
     if len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
         return
     undo.append(partial(_fill, table, dict(table)))
@@ -173,7 +173,7 @@ def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
 
 
 class Seen:
-    """The state of a stage's modules in its first run (Rules 2 and 3 of the Note). Made before that run."""
+    """The state of a stage's modules right before its first run (Rules 2 and 3 of the Note)."""
 
     __slots__ = ("_code", "_marks", "_modes", "_modules", "_name", "_tables", "hooked", "trained")
 
@@ -181,19 +181,19 @@ class Seen:
         self._name = name
         self._modules = modules_of(module)
         self._modes = [each.training for each in self._modules]
-        # of each module: its `__dict__`, and copies of the dicts of children, parameters, buffers and hooks in it
+        # for each module: its `__dict__`, and copies of the dicts of submodules, parameters, buffers and hooks in it
         self._tables: list[tuple[Table, dict[str, Table]]] = [
             (own, {key: dict(table) for key in _TABLES if (table := own.get(key))}) for own in map(vars, self._modules)
         ]
         # whether any module has a hook
         self.hooked = any("hooks" in key for _, before in self._tables for key in before)
-        # `id` of each parameter that was trained
+        # `id` of each parameter that required a gradient
         self.trained = frozenset(id(each) for each in self._tensors(_PARAMETERS) if each.requires_grad)
         self._code: list[tuple[type, object]] = []
         self._marks: list[tuple[torch.Tensor, Any]] = []
 
     def note(self, copied: Iterable[torch.Tensor] = ()) -> None:
-        """Note the versions of parameters and buffers after a run, except of `copied` buffers, which are restored."""
+        """After a run, record the versions of parameters and of buffers, except `copied` ones, which are restored."""
         left_out = {id(each) for each in copied}
         tensors = [*self._tensors(_PARAMETERS), *self._tensors("_buffers")]
         self._marks = [(each, _mark(each)) for each in tensors if id(each) not in left_out]
@@ -201,11 +201,11 @@ class Seen:
         self._code = [(kind, kind.forward) for kind in kinds]
 
     def noted_again(self) -> None:
-        """Note the versions of the same tensors anew, after a recomputation, which may raise them."""
+        """After a recomputation, record the versions of these tensors again, since a recomputation may raise them."""
         self._marks = [(each, mark if mark[0] == _version(each) else _mark(each)) for each, mark in self._marks]
 
     def refuse_changes(self) -> None:
-        """Raise StageChangedError if a tensor was written to since `note`, or a module runs other code."""
+        """Raise StageChangedError if a tensor was written to since `note`, or a module has another class or forward."""
         for module, (kind, forward) in zip(self._modules, self._code, strict=True):
             code = type(module).forward
             if type(module) is not kind or (code != forward and not (_is_theirs(code) and _is_theirs(forward))):
@@ -216,7 +216,7 @@ class Seen:
                 raise StageChangedError(self._name, self._label(tensor), *_told(then, now))
 
     def put_back(self, undo: Undoing, *, parameters: bool = True) -> None:
-        """Restore tables and training modes, until `undo` runs; tables of parameters only if `parameters`."""
+        """Restore the modules' dicts and training modes until `undo` runs; dicts of parameters only if `parameters`."""
         for own, before in self._tables:
             for key in _TABLES:
                 if (own.get(key) or key in before) and (parameters or key != _PARAMETERS):
@@ -239,16 +239,16 @@ class Seen:
 
 
 def _is_theirs(forward: object) -> bool:
-    """Whether torch or this project defines `forward`: capturing, in any thread, replaces some for a while."""
+    """Whether torch or this project defines `forward`; a capture, maybe in another thread, replaces some of these."""
     return (getattr(forward, "__module__", None) or "").startswith(_OWN_AND_TORCH)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_Sample = ctypes.c_char * 16  # bytes compared at the beginning and at the end of a parameter
+_Sample = ctypes.c_char * 16  # the bytes that are compared at the beginning, and again at the end, of a parameter
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return values that show a write to a tensor: its version, and for plain tensors, address and some bytes."""
+    """Return values that a write to a tensor changes: its version, and if it is plain, its address and some bytes."""
     version = _version(tensor)
     if version is None or type(tensor) not in _PLAIN:
         return (version,)

@@ -1,4 +1,4 @@
-"""Record the state that a forward starts from, restore it for a recomputation, and find how a graph changes results."""
+"""Record the state before a stage's forward, restore it for a recomputation, and find if results depend on a graph."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def autocast_now(devices: Iterable[torch.device]) -> tuple[Autocast, ...]:
 
 @contextmanager
 def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[None]:
-    """Enter autocast `states`. Without `cache`, cast weights are not cached."""
+    """Enter the autocast contexts of `states`; without `cache`, do not let them cache the weights that they cast."""
     with ExitStack() as stack:
         for state in states:
-            # Skip autocast that was off and is off: every run of every stage enters this.
+            # If autocast was off and is off, save time: every run of every stage is in this context.
             if state.enabled or torch.is_autocast_enabled(state.device_type):
                 stack.enter_context(state.context(cache=state.cache and cache))
         yield
 
 
-# These operators write into batch norm's running statistics, but PyTorch neither declares these writes nor counts them
-# in the version. Values do not always show a write, either: the mean of zeros stays the same.
+# These operators write to batch norm's running statistics, but PyTorch neither declares these writes nor counts them in
+# the version counter. Nor do values show every write: if the mean is 0 and all inputs are 0, it does not change.
 _aten = torch.ops.aten
 _WRITING = {
     _aten.native_batch_norm,
@@ -102,27 +102,26 @@ class WrittenStatistics(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# State of a stage's forward for an exact recomputation: RNG state, autocast, buffers, attributes and decisions
-# (`replayed_routing`). To save memory, only the first forward copies all buffers; later ones copy those that changed.
+# To save memory, only a stage's first forward copies all of its buffers; later ones copy those that forwards changed.
 
 # In training, the output of these layers does not depend on their running statistics. So statistics are not copied:
-# recomputations update scratch tensors instead. Turning tracking off would change the number of saved tensors, which
-# checkpointed regions count. A derived class may read its statistics, so types must be equal.
+# recomputations update scratch tensors instead. If recomputations ran without statistics, they would save fewer tensors
+# than the first run. A derived class may read its statistics, so it is not treated like this.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Per batch norm, the statistics that its recomputations update.
+# For each batch norm, the scratch tensors that its recomputations update in place of its statistics.
 _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
-# Per stage, the indices of the buffers that its forward changes.
+# For each stage, the indices in `own_buffers` of the buffers that its forward changes.
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-# Per stage without hooks, where its code finds state outside of its modules.
+# For each stage without hooks, the globals and the like (`Location`) that its code refers to.
 _locations: WeakKeyDictionary[nn.Module, list[Location]] = WeakKeyDictionary()
-_told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages named in a warning: they write to objects of other code
-# Per stage, the indices of the buffers that other stages change, perhaps before its recomputation.
+_told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages for which the warning "writes_elsewhere" has been logged
+# For each stage, the indices in `own_buffers` of the buffers that other stages change, maybe before it is recomputed.
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The state that one forward of a stage started from. `random` is None if it drew no random number."""
+    """The state right before one forward of a stage. `random` is None if the forward drew no random values."""
 
     name: str
     autocast: tuple[Autocast, ...]
@@ -130,23 +129,23 @@ class Surroundings:
     buffers: tuple[tuple[Slot, torch.Tensor], ...]
     decisions: Decisions = ()
     drawn: Drawn = ()
-    changes: Callable[[], Sequence[Change]] = tuple  # returns attributes that have changed, with their former values
+    changes: Callable[[], Sequence[Change]] = tuple  # returns attributes that changed since, with their former values
     world: World | None = None
-    seen: Seen | None = None  # state of the stage's modules; None if the stage has not run, or is no module
-    named: NamedState | None = None  # state outside of modules that the stage's code names, such as globals
+    seen: Seen | None = None  # state of the stage's modules; None if the stage is no module
+    named: NamedState | None = None  # globals and the like that the stage's code refers to
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
-        """Recompute `function` inside this context as in its first run, without side effects.
+        """Restore the recorded state for a recomputation of `function` inside this context, and the present one after.
 
-        Without a `graph`, autocast does not cache cast weights: a later forward in the same autocast region would find
-        them without history and lose gradients. `alike`: keep present parameters, for a recompute by `regions`.
+        Without a `graph`, autocast does not cache cast weights: a later forward in the same autocast region would use
+        these and lose their gradients. `alike`: keep the present parameters, and do not compare state (`regions.py`).
         """
         with undoing() as undo, ExitStack() as stack:
             if self.world is not None:
                 self.world.enter(undo)
             if self.seen is not None:
-                # In a region (`alike`), FSDP's hooks have replaced sharded parameters by gathered ones: keep these.
+                # In a checkpointed region (`alike`), FSDP may have replaced sharded parameters by gathered ones.
                 self.seen.put_back(undo, parameters=not alike)
                 if not alike:
                     self.seen.refuse_changes()
@@ -155,20 +154,20 @@ class Surroundings:
                 self.named.put_back()
             stack.enter_context(own_parametrizations())
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
-            undo.append(Attributes(function).put_back)  # recorded before the next lines set attributes
+            undo.append(Attributes(function).put_back)  # before the next lines set attributes
             for change in self.changes():
                 if change.overwritten:
                     was, now = f"at version {change.version}", f"at version {change.value._version}"
                     raise StageChangedError(self.name, f"{change.name} of a {type(change.module).__name__}", was, now)
                 change.restore_for_recompute()
             if self.random is not None:
-                # After the recomputation, the random stream continues as if there had been none.
+                # After the recomputation, random streams continue from their present state.
                 undo.append(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
             for stream, state in self.drawn:
                 undo.append(partial(stream.set, stream.state()))
                 stream.set(state)
-            # Replace the tensor in the module's table, not its values: autograd may have saved it.
+            # Replace the buffer in the module's dict, but do not write to it: autograd may have saved it.
             for (table, name, _), before in self.buffers:
                 undo.append(partial(table.__setitem__, name, table[name]))
                 copy = before.clone()
@@ -184,7 +183,7 @@ class Surroundings:
 
     @property
     def trained(self) -> frozenset[int] | None:
-        """`id` of each parameter that was trained in the first run; None if unknown."""
+        """`id` of each parameter that required a gradient in the first run; None if unknown."""
         return None if self.seen is None else self.seen.trained
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -196,7 +195,7 @@ class Surroundings:
 def recorded(
     function: Callable[..., Any], devices: tuple[torch.device, ...], preserve_rng_state: bool, name: str
 ) -> Iterator[list[Surroundings]]:
-    """Record the state of the first forward of `function` inside this context, in the list that it yields."""
+    """Yield a list that gets, when the context exits, the state before the first forward, run inside this context."""
     autocast = autocast_now(devices)
     before = RandomState.now(devices) if preserve_rng_state else None
     slots = own_buffers(function)
@@ -211,13 +210,13 @@ def recorded(
     statistics = WrittenStatistics() if slots and function not in _moving else None
     with (
         own_parametrizations(),
-        restored_autocast(autocast, cache=torch.is_grad_enabled()),  # no cache for weights without history
+        restored_autocast(autocast, cache=torch.is_grad_enabled()),  # without a graph, do not cache weights
         decisions_recorded(function) as decided,
         other_draws(function) if preserve_rng_state else nullcontext([()]) as drawn,
         statistics or nullcontext(),
     ):
         yield result
-    # Most stages draw no random numbers, so their RNG state need not be kept.
+    # Most stages draw no random values, so the RNG state before them need not be kept.
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
@@ -227,8 +226,8 @@ def recorded(
     if named is not None and named.only_unchanged() and function not in _told_of:
         _told_of.add(function)
         _log.warning(
-            "raise the limit, so that the plan stores stage %r: it writes to objects outside of the model, such as a "
-            "list or a counter, and writes again when it is recomputed",
+            "raise mem_limit, so that the plan stores stage %r: it writes to objects outside of the model, such as a "
+            "list or a counter, and would write again when it is recomputed",
             name,
             extra=record_fields("writes_elsewhere", name=name),
         )
@@ -237,8 +236,7 @@ def recorded(
 
 
 def _locations_of(function: Callable[..., Any], *, hooked: bool) -> Sequence[Location]:
-    """Return where a stage's code finds state outside of modules: globals, closure variables, attributes of objects."""
-    if not isinstance(function, nn.Module) or hooked:  # not cached: hooks may change
+    if not isinstance(function, nn.Module) or hooked:  # do not cache: hooks may change
         return locations_of(function)
     if function not in _locations:
         _locations[function] = locations_of(function)
@@ -256,7 +254,7 @@ def _find_moving(
     now = [table[name] for table, name, _ in slots]
     changed = {i for i, (_, _, old) in enumerate(slots) if now[i] is not old or old._version != versions[i]}
     if statistics is not None:
-        # Some kernels write without raising the version. So compare values once, while a copy of each exists.
+        # Some kernels write without raising the version counter. So in the first run, also compare values with copies.
         changed |= {i for i in copies if slots[i][2] in statistics or not equal(copies[i], now[i])}
     else:
         changed |= copies.keys()
@@ -274,7 +272,7 @@ def _find_moving(
 
 
 def present(function: Callable[..., Any], devices: tuple[torch.device, ...], name: str = "") -> Surroundings:
-    """Record the state of `function`: a later run inside its `restored` context equals a run that begins now."""
+    """Record the present state, so that a later run of `function` inside its `restored` context equals a run now."""
     slots = own_buffers(function)
     copies = _copies(function, slots)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
@@ -283,7 +281,7 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...], nam
     return Surroundings(
         name,
         autocast_now(devices),
-        RandomState.now(devices),  # in any case: it is not known yet whether the run draws numbers
+        RandomState.now(devices),  # always: the run, which may draw random values, is still to come
         tuple((slots[i], copy) for i, copy in copies.items()),
         changes=Attributes(function).changes,
         world=World.now(),
@@ -310,12 +308,12 @@ def _scratch_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lasting(tensor: Any) -> Any:
-    """Return the module's own buffer, given the copy that a recomputation uses; return any other value unchanged."""
+    """Map a copy of a buffer, which a recomputation uses, to the module's own buffer; any other value to itself."""
     return getattr(tensor, "lasting", tensor)
 
 
 def own_buffers(function: Callable[..., Any]) -> list[Slot]:
-    """Return the buffers of `function` that a training forward may change, except statistics that need no copy."""
+    """Return the buffers of `function`, except running statistics that a recomputation does not need."""
     statistics = {id(module._buffers) for module in _tracking_batch_norms(function)}
     return [slot for slot in buffer_slots(function) if id(slot[0]) not in statistics]
 
@@ -337,12 +335,12 @@ def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
 
 
 def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
-    """Have a stage copy the buffers with these indices from its first forward on: an identical stage changes them."""
+    """Have a stage's forwards copy the buffers at these `positions`, which a stage of equal signature changes."""
     _moving[function] = recall_moving(function) | positions
 
 
 def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
-    """Have stages copy buffers that they share if one of `functions` changes them, or if they are in `also`."""
+    """Have stages copy each buffer that several of `functions` share, if one of them changes it or it is in `also`."""
     stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
     holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
     moved = {id(tensor) for tensor in also}
@@ -354,40 +352,40 @@ def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iter
 
 
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """Return the buffers copied for a recomputation of `function`, as far as known."""
+    """Return the buffers that earlier runs have changed, so that forwards of `function` copy them."""
     known = recall_moving(function)
     return [slot[2] for i, slot in enumerate(own_buffers(function)) if i in known]
 
 
 def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
-    """Return the buffers that a forward of `function` may change, statistics included; before its first run, all."""
+    """Return the buffers that forwards of `function` changed, and running statistics; before its first run, all."""
     known = _moving.get(function) if isinstance(function, nn.Module) else None
     own = own_buffers(function)
     still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]
 
 
-# Without a graph, some operators use another kernel, which rounds differently: recurrent layers on the CPU do. To give
-# the results of plain training, such a stage always runs with a graph. And without a graph, an output does not show
-# whether it would require a gradient. Measuring finds both facts, once for each stage.
+# Without a graph, some operators, such as recurrent layers on the CPU, use another kernel, which rounds differently. To
+# have the results of plain training, stages with such operators always run with a graph. Measuring finds these stages,
+# and which output tensors require a gradient, as an output without a graph does not show.
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
-    graph_dependent: bool = False  # whether outputs have other values with a graph than without
-    without_gradient: tuple[int, ...] = ()  # indices of output tensors that never require a gradient
-    reproducible: bool = True  # whether a second run from the same state has the same outputs
+    graph_dependent: bool = False  # whether output values with a graph differ from those without
+    without_gradient: tuple[int, ...] = ()  # indices of output tensors that require no gradient, even with a graph
+    reproducible: bool = True  # whether a second run from the same state returns the same values
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
 
 
 def recall_effects(function: Callable[..., Any]) -> GraphEffects:
-    """Return how a graph changes a stage's results: as measured, or else as the types of its layers suggest."""
+    """Return how a graph changes a stage's results, as measured; if not measured, as its layers' classes suggest."""
     if not isinstance(function, nn.Module):
         return GraphEffects()
     if function not in _remembered:
-        # A plan by hand has no measurement: layers known to differ on one device count as different on all.
+        # If no measurement was made, as in a plan by hand, recurrent layers count as graph-dependent on all devices.
         return GraphEffects(any(isinstance(module, nn.RNNBase) for module in modules_of(function)))
     return _remembered[function]
 
@@ -397,21 +395,22 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
 
 
 def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
-    """Run a stage on `value` without a graph, compare with `made`, its output with a graph, and restore the stage.
+    """Run a stage on `value` without a graph, compare its output with `made`, that of a run with a graph.
 
-    If they differ, the stage counts as graph-dependent only if another run with a graph gives `made`.
+    If they differ, the stage counts as graph-dependent only if a second run with a graph returns `made`. The runs leave
+    the stage unchanged.
     """
     attached = _detached(made)
     with isolated(function, device), torch.no_grad():
         differs = not _equal(_outputs(function, value), attached)
     reproducible = True
-    # The stage may call collectives, so all processes must run it equally often, even if outputs differ only in some.
+    # The stage may contain collectives, so all processes run it equally often, even if outputs differ only in some.
     if differs or several_processes():
         with _same_run(function, device), decisions_recorded(function) as decided:
             twice = [_outputs(function, value)]
         with _same_run(function, device), decisions_repeated(decided[0]):
             twice.append(_outputs(function, value))
-        # Kernels on other devices may differ in the last digits.
+        # On other devices, two runs of a kernel may round differently.
         reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
         differs = differs and _equal(attached, twice[0])
     silent = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
@@ -420,7 +419,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
 
 @contextmanager
 def _same_run(function: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Inside this context, `function` runs with a graph and from the present state, which is restored afterwards."""
+    """Context for a run of `function` with a graph, on whose exit all state is as on entry, for another such run."""
     with streams_kept(function), isolated(function, device), torch.enable_grad():
         yield
 
@@ -436,7 +435,7 @@ def _detached(output: Any) -> list[torch.Tensor]:
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether tensors are equal bit for bit, except that all NaNs count as equal."""
+    """Whether tensors have equal values, NaN included."""
     return len(found) == len(expected) and all(
         equal(a, b) or equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
     )

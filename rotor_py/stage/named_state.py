@@ -1,4 +1,4 @@
-"""Find the state outside of a module that its code names: globals, closure variables, and attributes of objects."""
+"""Find the globals, closure variables and attributes of objects that the code of a module refers to by name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents
 from rotor_profiling.stage.stage_signature import HasKind
 
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# Maximum number of objects to search. A guess: a large model has some ten thousand. A lower number would miss state.
+# Maximum number of objects to search. A guess: a large model has some ten thousand; objects beyond it are not restored.
 _MOST = 100_000
-# Longer containers are not searched. A guess: hooks append less in a step, and longer containers hold data.
+# Maximum length of containers to search. A guess: hooks append fewer items in a step, and longer containers hold data.
 _LONGEST = 10_000
 _FLAGS = (bool, int, float, str, type(None))
 _MISSING = object()
@@ -28,7 +28,7 @@ _TABLES = frozenset(vars(nn.Module()))
 
 
 class Location:
-    """Functions that read and write a global, closure variable or attribute. They hold only namespaces and classes."""
+    """Functions that read and write a global, closure variable or attribute, without keeping its object alive."""
 
     __slots__ = ("get", "set")
 
@@ -73,18 +73,18 @@ class Location:
 
 
 def named_objects(function: Callable[..., Any]) -> list[Any]:
-    """Return each object that the code of `function`, of its modules or of their hooks refers to by name."""
+    """Return the objects that the code of `function`, of its modules and of their hooks refers to by name."""
     return [value for value, _ in _walk(function)]
 
 
 def locations_of(function: Callable[..., Any]) -> list[Location]:
-    """Return where the code of `function` finds values outside of modules: see `Location`."""
+    """Return a `Location` for each global, closure variable and attribute that the code of `function` refers to."""
     fixed = type | ModuleType | nn.Module
     return [found for value, found in _walk(function) if found is not None and not isinstance(value, fixed)]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Describe the values that the code of `function` finds outside of modules, in the same way in every process."""
+    """Describe the values of globals and the like (`Location`) of `function`; equal for equal ones in all processes."""
     return tuple(_described(value) for value, location in _walk(function) if location is not None)
 
 
@@ -100,7 +100,7 @@ def _described(value: Any) -> str:
 
 def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Location | None]]:
     seen: set[int] = set()
-    # Search objects of the user's, but not objects inside of these, which may lead into the whole program.
+    # Search the attributes of the user's objects, but not those of objects found there, which may name all the program.
     pending: list[tuple[Any, Location | None, bool]] = [(function, None, True)]
     while pending and len(seen) < _MOST:
         value, location, opens = pending.pop()
@@ -118,7 +118,7 @@ def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Location | None]]
 
 
 def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
-    if isinstance(value, HasKind):  # generated from a graph, whose code names nothing else
+    if isinstance(value, HasKind):  # generated from a graph, whose code refers to no globals
         yield from ((each, None) for each in vars(value).values() if isinstance(each, torch.Generator))
     elif isinstance(value, nn.Module):
         for name, each in vars(value).items():
@@ -172,7 +172,7 @@ def _flags_of_class(kind: type) -> Iterator[tuple[Any, Location | None]]:
 
 
 def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, Location | None]]:
-    """Yield the values that `code` and its inner functions name in `namespace`, and in modules named there."""
+    """Yield the values in `namespace`, and in its modules, that `code` and the functions inside it refer to."""
     for name in code.co_names:
         if name not in namespace:
             continue
@@ -189,7 +189,7 @@ def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, L
 @cache
 def is_library(name: str | None) -> bool:
     """Whether a module belongs to Python, an installed library, or this project."""
-    if not isinstance(name, str):  # the class or function is not written in Python
+    if not isinstance(name, str):  # `__module__` of a class or function that is not written in Python
         return True
     first, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
     known = first in sys.stdlib_module_names and first != "__main__"
@@ -197,7 +197,7 @@ def is_library(name: str | None) -> bool:
 
 
 class NamedState:
-    """The values at `locations`, and copies of the contents of those that are lists, dicts or sets."""
+    """The present values of `locations`, and copies of the contents of those that are lists, dicts or sets."""
 
     __slots__ = ("_before",)
 
@@ -209,12 +209,12 @@ class NamedState:
             self._before.append((location, value, list(contents_of(value, set())) if short else []))
 
     def without_tensors(self) -> NamedState:
-        """Leave out containers that hold tensors, so that this state does not prolong the life of a tensor."""
+        """Drop the entries of containers that hold tensors, which this object would keep alive; return this object."""
         self._before = [each for each in self._before if not any(_has_tensors(copy) for _, copy in each[2])]
         return self
 
     def only_unchanged(self) -> bool:
-        """Leave out locations whose values have changed since, and return whether there are any."""
+        """Drop the locations whose values have changed since construction; return whether there were any."""
         before = self._before
         self._before = [each for each in before if not _changed(*each)]
         return len(self._before) < len(before)
@@ -243,7 +243,7 @@ def _changed(location: Location, value: Any, contents: Contents) -> bool:
 
 @contextmanager
 def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """When the context exits, undo what runs of `function` have changed in globals and the like (`Location`)."""
+    """When the context exits, restore the globals and the like (`Location`) of `function` to their former values."""
     before = NamedState(locations_of(function))
     try:
         yield

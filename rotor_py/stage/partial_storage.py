@@ -1,4 +1,4 @@
-"""Store a stage in part: keep some values in the forward, and recompute the others in the backward."""
+"""Store a stage in part: keep some of its saved values in the forward, and recompute the others in the backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator call that recomputes a value; with a graph unless `wanted`, values that need gradients, is None."""
+    """A call that recomputes a value from others; with a graph for the values `wanted`, unless that is None."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -46,25 +46,25 @@ class Call:
         return made if self.wanted is None else made.detach()
 
 
-# Called before an operator call with the numbers (positions in the graph) of values that it reads, to gather shards.
+# Gathers shards of parameters. Called before an operator call, with the numbers (indices of graph nodes) that it reads.
 Reading = Callable[[Collection[int]], None]
-Around = Callable[[], AbstractContextManager[Reading | None]]  # makes the context around a recomputation
+Around = Callable[[], AbstractContextManager[Reading | None]]  # returns a context, inside which values are recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to recompute values: the operator call for each value, and the kept values that each dropped one `needs`."""
+    """How to recompute values: the operator call for each, and the kept values that each dropped value `needs`."""
 
     calls: dict[int, Call]
     needs: dict[int, frozenset[int]]
 
 
 class PartialSaving:
-    """Context for one run of a stage that drops some values and recomputes them by a recipe.
+    """Context for one run of a stage, some of whose saved values are dropped, and recomputed by `recipe`.
 
-    The run calls `keep` or `drop` for a value as soon as it has computed it; each value has memory of its own. In place
-    of a dropped value, autograd saves a handle that recomputes it. Other tensors are saved as without this context.
-    `around` makes the context in which values are recomputed.
+    The run calls `keep` or `drop` for a value as soon as it has computed it; no two of these values share memory. In
+    place of a dropped value, autograd saves an object that recomputes it. Other tensors are saved as without this
+    context. Values are recomputed inside the context that `around` returns.
     """
 
     def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around | None = None) -> None:
@@ -72,11 +72,11 @@ class PartialSaving:
         self.around = around
         self._keeper = innermost_keeping.get()
         self.autocast = autocast_now(devices)
-        # Weak references: a value is not needed once autograd has released all saved parts of it.
+        # Weak references: autograd releases the saved objects of a value once their backward has run.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
-        self._kept: dict[int, Callable[[], Any]] = {}  # functions that return kept values unchanged
+        self._kept: dict[int, Callable[[], Any]] = {}  # maps numbers to functions that return the kept value
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
-        # tensors saved before `keep` or `drop` for their storage; the last entry keeps the address from reuse
+        # by address, objects saved before a `drop` of their storage; the last entry prevents the address's reuse
         self._early: dict[int, list[tuple[ref[_Saved], _View, torch.dtype, StorageWeakRef]]] = {}
         self._to_drop = len(recipe.needs)
         self._handing_over = innermost_run.get()
@@ -90,7 +90,7 @@ class PartialSaving:
     def __exit__(self, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
-        # The run is over. Each dropped value holds the values that it is computed from; release all others.
+        # The run is over, and each `_Dropped` refers to the values that it needs: release all other values.
         self._storages.clear()
         self._early.clear()
         self._kept.clear()
@@ -104,7 +104,7 @@ class PartialSaving:
             self._kept[number] = self._keeper.save(value, for_numbers=True).tensor
 
     def drop(self, number: int, value: torch.Tensor) -> None:
-        # By address, since autograd saves views and aliases, which are other objects. The reference prevents its reuse.
+        # By address, since autograd saves views and aliases of `value`. The weak reference prevents its reuse.
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
         # Some operators save their result before they return it.
@@ -119,7 +119,7 @@ class PartialSaving:
         storage, saved = tensor.untyped_storage(), _Saved()
         view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         found = self._storages.get(storage._cdata)
-        # Keep a view in another dtype: a recomputed value can restore only views in its own dtype.
+        # Save a view in another dtype unchanged: `_Saved.tensor` returns views in the dtype of the recomputed value.
         if found is not None and found[2] == tensor.dtype:
             saved.content = self._dropped(found[1]), view
         else:
@@ -133,7 +133,7 @@ class PartialSaving:
         return saved
 
     def _end_if_complete(self) -> None:
-        # Not before the last `drop`: tensors saved earlier may turn out to belong to a dropped value.
+        # Do not end the run before its last `drop`, which may replace tensors that were saved earlier.
         undecided = self._keeper is not None and self._keeper.undecided
         if self._handing_over is not None and not self._to_drop and not undecided:
             self._handing_over.end_if_complete()
@@ -146,7 +146,7 @@ class PartialSaving:
 
 
 class _Dropped:
-    """A value to recompute. All saved tensors that are parts of it share this object, so it is recomputed once."""
+    """A dropped value. All saved tensors that are views of it share this object, so that it is recomputed once."""
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 
@@ -159,7 +159,7 @@ class _Dropped:
     def value(self) -> torch.Tensor:
         if self.made is None:
             available, missing = self._plan()
-            # Without autocast's cache: a later forward would find weights in it that were cast here, without history.
+            # Do not cache weights that autocast casts here, without a graph: a later forward would use them.
             autocast = restored_autocast(self.run.autocast, cache=False)
             around = nullcontext() if self.run.around is None else self.run.around()
             with torch.no_grad(), autocast, around as reading:
@@ -167,7 +167,7 @@ class _Dropped:
         return self.made  # type: ignore[no-any-return]  # a tensor
 
     def _plan(self) -> tuple[dict[int, Any], list[int]]:
-        """Return available values by number, and the numbers of the values to compute from them, in order."""
+        """Return the values that exist, by number, and the numbers of those to compute from them, in order."""
         available: dict[int, Any] = {}
         missing: set[int] = set()
         pending = [self.number]
@@ -183,7 +183,7 @@ class _Dropped:
             else:
                 missing.add(number)
                 pending.extend(self.run.recipe.calls[number].reads)
-        return available, sorted(missing)  # numbers are positions in a graph: a value reads only earlier ones
+        return available, sorted(missing)  # numbers are indices of graph nodes, and a node reads only earlier ones
 
     def _make(self, values: dict[int, Any], missing: list[int], reading: Reading | None) -> None:
         calls = self.run.recipe.calls
@@ -201,11 +201,11 @@ class _Dropped:
                     del values[read]
 
 
-_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a view of a value
+_View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and storage offset of a saved tensor
 
 
 class _Saved:
-    # Without `__init__`, which takes time: every saved tensor makes one of these.
+    # No `__init__`, which would take time for every saved tensor.
     __slots__ = ("__weakref__", "content")
     content: Saved | tuple[_Dropped, _View]
 

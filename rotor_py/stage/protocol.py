@@ -1,6 +1,6 @@
-"""Storage modes, and offers of a stage: other ways to run it, and facts that planning and running it need.
+"""Offers of a stage: other functions that run it, its storage modes, and facts about its inputs and outputs.
 
-A user's layer offers nothing; a captured stage derives from `StageOffers`. All code reads offers through `offers_of`.
+A captured stage derives from `StageOffers`; a user's layer offers nothing. Code reads offers through `offers_of`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from rotor_py.errors import InvalidValueError
 
 Run = Callable[[Any], Any]  # runs a stage: maps its input to its output
 
-# Runs several stages as one. Arguments: the first stage's input in a list, which it empties, and a function that
-# returns a stage's name by index, for errors. Returns the last stage's output, without the values that stages share.
+# Runs several stages as one. Arguments: a list with the first stage's input, which it empties to free the input, and a
+# function that maps a stage's index to its name, for errors. Returns the last output, without values that stages share.
 RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
 
-Wrap = Callable[[nn.Module], nn.Module]  # returns the module to run instead of a piece of a stage
+Wrap = Callable[[nn.Module], nn.Module]  # maps a piece of a stage to the module to run in its place
 
 
 class StageOffers:
-    """What a stage offers besides being called. By default, nothing; subclasses override attributes and methods."""
+    """Base class for what a stage offers besides being called: nothing, unless a subclass overrides it."""
 
-    # Output tensors that later stages read, though those in between do not pass them on: index in the output, by name.
+    # Maps names of output tensors that later stages read, but stages in between do not get, to indices in the output
     carried: Mapping[str, int] = MappingProxyType({})
-    # Input tensors that the stage passes on, and does not use otherwise: index in the input, by index in the output.
+    # For tensors that the stage returns unchanged and does not use otherwise: maps indices in the output to the input's
     handed_on: Mapping[int, int] = MappingProxyType({})
-    # Positions, in the stage's input, of the values that it reads and passes on. Stages with equal signatures
-    # (`stage_signature`) that differ in these cost the same, but cannot share compiled code.
+    # Indices in the stage's input of the values that it reads and passes on. Stages of an equal signature
+    # (`stage_signature`) with different indices cost the same, but cannot share compiled code.
     wiring: Hashable = None
-    # For every input tensor, whether it needs a gradient in training; None if only a run shows this.
+    # For every input tensor, whether it requires a gradient in training; None if unknown before a run.
     needs_gradient: Sequence[bool] | None = None
-    saves_through_hooks = True  # whether saved-tensor hooks active during a run see the tensors that autograd saves
-    shared: int = 0  # number of values, at the end of its input, that all stages of the chain share
-    last: bool = True  # whether its output is that of the chain, without the shared values
+    saves_through_hooks = True  # whether autograd calls saved-tensor hooks for the tensors that a run saves
+    shared: int = 0  # number of values at the end of its input that all stages of the chain get
+    last: bool = True  # whether it is the last stage, whose output lacks the shared values
 
     @property
     def parts(self) -> Sequence[StageOffers]:
@@ -53,20 +53,20 @@ class StageOffers:
         """Gather the sharded parameters of modules whose forward began in an earlier stage."""
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
-        """Return a function that runs the stage with `wrap(piece)` for each piece; None if it is compiled whole."""
+        """Return a function that runs the stage with `wrap(piece)` for each piece to compile; None if it has none."""
         return None
 
     def forward_skipping_output(self) -> Run | None:
-        """Return a function that runs the stage but only allocates its output, which a recompute right before the
-        backward does not need; None if this saves no time.
+        """Return a function that runs the stage and allocates its output, but does not compute it, as no recomputation
+        right before the backward needs it; None if this saves no time.
         """
         return None
 
-    # Whether its storage modes (`ways`) run different code, which may round differently: a plan then uses only one.
+    # Whether its storage modes (`ways`) run different code, whose results may differ by rounding: so all runs use one.
     ways_are_code = False
 
     def ways(self) -> tuple[str, ...]:
-        """Return the names of the modes that store the stage in part. Each keeps fewer bytes than those before it."""
+        """Return the names of the modes that store only a part of its saved tensors, by decreasing bytes."""
         return ()
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
@@ -74,12 +74,12 @@ class StageOffers:
         return self.ways()
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        """Return a function that runs the stage in a mode of `ways`; with `skip_output`, it computes no output."""
+        """Return a function that runs the stage in a mode of `ways`; with `skip_output`, its output is not computed."""
         raise InvalidValueError(f"the stage has no storage mode {way!r}", kind="unknown_way", name=way)
 
 
 class _Joined(StageOffers):
-    """Offers of consecutive stages run as one. No partial storage modes: each would apply to one part only."""
+    """Offers of consecutive stages that run as one. It has no `ways`, since each would apply to one part only."""
 
     def __init__(self, parts: Iterable[StageOffers]) -> None:
         self._parts = list(parts)
@@ -100,7 +100,7 @@ class _Joined(StageOffers):
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
         runs = [part.in_pieces(wrap) for part in self._parts]
-        # Either all stages of a model run in pieces (sharded), or none does.
+        # All stages of a sharded model return a function here; all stages of other models return None.
         found = [run for run in runs if run is not None]
         return (lambda value: reduce(lambda made, run: run(made), found, value)) if found else None
 
@@ -125,7 +125,7 @@ def both(own: str, keeper: str) -> str:
 
 
 def parted(way: str, keepers: Container[str]) -> tuple[str | None, str | None]:
-    """Split the name of a storage mode into that of its last keeper and what comes before; None for a missing part."""
+    """Split a storage mode's name into (the part before its last keeper's name, this name); None for a missing part."""
     if way in keepers:
         return None, way
     own, _, keeper = way.rpartition(_AND)
@@ -138,48 +138,48 @@ def own_of(way: str, keepers: Container[str]) -> str | None:
 
 
 def base_of(way: str, ways: Collection[str]) -> str | None:
-    """Return the mode in `ways` to which the mode `way` adds a keeper; None if it adds none, or `ways` lacks that mode.
+    """Return the name of the mode in `ways` to which the mode `way` adds a keeper; None if there is no such mode.
 
-    What follows the last comma of `way` is a keeper only if `ways` also has it as a mode of its own.
+    The text after the last comma of `way` is a keeper's name only if `ways` contains it, too.
     """
     base, _, keeper = way.rpartition(_AND)
     return base if base in ways and keeper in ways else None
 
 
 class Trial:
-    """Finds out, from a run of a stage, whether a storage mode is worth measuring. This base class says no."""
+    """Watches a run of a stage, and finds whether a storage mode is worth measuring. In this base class, it is not."""
 
-    pays: bool = False  # whether a run has shown that the mode is worth measuring
-    # Bytes that autograd saved in the run, without parameters, input, output and storages below a page; None before it.
+    pays: bool = False  # whether the mode is worth measuring; False before the run
+    # Bytes that autograd saved in the run, except parameters, inputs, outputs and storages below a page; None before it
     saved_bytes: int | None = None
 
     def watch(self, run: Run) -> Run:
-        """Return `run` wrapped to be observed, saving the same tensors. RuntimeError where hooks are refused."""
+        """Return a function that calls `run` and watches the saved tensors. RuntimeError if saved-tensor hooks fail."""
         return run
 
 
 class Keeper:
-    """Keeps saved tensors of any stage packed, rounded or offloaded. Processes that train together need the same."""
+    """Storage mode for any stage: packs, rounds or offloads its saved tensors. All processes need the same keepers."""
 
-    # Name of the storage mode, which reports print after "stored". Never change it, since plan files contain it.
+    # Name of the mode, which reports print after "stored". Plan files contain it, so a new name would break them.
     name: str
-    keeps_the_rest: ClassVar[bool] = False  # whether it may keep tensors that another keeper of the same run declines
+    keeps_the_rest: ClassVar[bool] = False  # whether it may be added to other modes, for tensors that they leave as is
 
     def suits(self, function: Callable[..., Any]) -> bool:
         return True
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        """Return `run`, a run of the stage `function`, wrapped so that its saved tensors are kept in this form."""
+        """Return a function that calls `run`, a run of the stage `function`, and keeps saved tensors in this mode."""
         return run
 
     def trial(self, function: Callable[..., Any]) -> Trial:
-        """Return a trial of whether the mode is worth measuring for the stage `function`."""
+        """Return an object that finds whether this mode is worth measuring for the stage `function`."""
         return Trial()
 
 
 class _Elsewhere(Keeper):
-    """Storage mode of a stage whose saved tensors a plan may offload. The stage runs as if it stored them all; the tape
-    copies them (`Moving`). So it costs as much as without this mode, and needs no trial.
+    """Storage mode of a stage whose saved tensors may be offloaded. The stage runs as without this mode, since the tape
+    copies the tensors (`Moving`). So it costs as much as without this mode, and needs no trial.
     """
 
     name = "elsewhere"
@@ -193,19 +193,21 @@ ELSEWHERE: Keeper = _Elsewhere()  # for runners of plans that may offload; `meas
 
 
 def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -> bool:
-    """Whether `module` and its parts have no hook (`but_for_its_hooks`: the parts), compiler or replaced forward."""
+    """Whether calling `module` runs no hook, and no compiled or replaced forward. With `but_for_its_hooks`, `module`
+    itself may have hooks, but not its submodules.
+    """
     unhooked = [each for each in module.modules() if not (but_for_its_hooks and each is module)]
     return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether a call of `module` runs its class's forward and nothing else but hooks on all modules."""
+    """Whether a call of `module` runs only its class's forward, and hooks that are registered for all modules."""
     return not _replaced(module) and not _hooked(module)
 
 
 @contextmanager
 def calling_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside the context, the first call of `module` runs its hooks, but `forward` instead of its own forward."""
+    """Inside this context, have the first call of `module` run its hooks, but `forward` in place of its own forward."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         vars(module).pop("forward", None)  # before the call, so that `forward` finds the module unchanged

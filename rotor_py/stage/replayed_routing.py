@@ -1,4 +1,4 @@
-"""Replay operators' decisions (top-k, branches) and draws from Python's and NumPy's RNGs in a recomputation."""
+"""Have a recomputation repeat the decisions (top-k, branches) and the draws from Python's and NumPy's RNGs of a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_ma
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.named_state import named_objects
 
-# Random streams outside PyTorch's RNG: Python's, NumPy's, and generators that a model holds. Reading their states takes
-# longer than PyTorch's, so each step reads only the streams from which the first forward of a stage has drawn.
+# Random streams besides PyTorch's RNG: Python's, NumPy's, and generators to which a model refers. Reading their states
+# takes long, so later steps read only those from which the first forward of a stage has drawn.
 
 
 class Stream(NamedTuple):
@@ -28,9 +28,9 @@ class Stream(NamedTuple):
     set: Callable[[Any], object]
 
 
-Drawn = tuple[tuple[Stream, Hashable], ...]  # streams from which a forward has drawn, with their states before it
+Drawn = tuple[tuple[Stream, Hashable], ...]  # streams from which a forward has drawn, each with its state before
 
-# Per stage, the streams that its first forward drew from.
+# For each stage, the streams from which its first forward drew.
 _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
 
 
@@ -50,7 +50,7 @@ def streams_of(function: Callable[..., Any]) -> list[Stream]:
 
 @contextmanager
 def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
-    """Yield a list that gets, when the context exits, the random streams from which `function` drew inside it."""
+    """Yield a list that gets, when the context exits, the random streams from which a run of `function` inside drew."""
     known = _drawing.get(function) if isinstance(function, nn.Module) else None
     before = [(stream, stream.state()) for stream in (streams_of(function) if known is None else known)]
     result: list[Drawn] = []
@@ -62,7 +62,7 @@ def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
 
 
 def draws(function: Callable[..., Any]) -> bool:
-    """Whether the stage's first forward drew from streams outside PyTorch's RNG, so that the next may differ."""
+    """Whether the first forward of a stage drew from random streams other than PyTorch's RNG."""
     return isinstance(function, nn.Module) and bool(_drawing.get(function))
 
 
@@ -77,7 +77,7 @@ def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _of_numpy(source: Any) -> Stream:
-    """The stream of `numpy.random`, or of a `RandomState`."""
+    """Return the stream of `numpy.random`, or of a `RandomState`."""
 
     def state() -> Hashable:
         name, keys, *rest = source.get_state()
@@ -93,7 +93,7 @@ def _of_numpy(source: Any) -> Stream:
 
 
 def _of_bits(generator: Any) -> Stream:
-    """The stream of a `numpy.random.Generator`."""
+    """Return the stream of a `numpy.random.Generator`."""
     bits = generator.bit_generator
     return Stream(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
 
@@ -108,14 +108,14 @@ def _of_generator(generator: torch.Generator) -> Stream:
     return Stream(state, set_back)
 
 
-# A recomputation might decide otherwise than the first run (experts of a token, a top-k, a branch), since sums over
+# In a recomputation, the experts of a token, a top-k or a branch may differ from the first run's, since sums over
 # processes and atomic additions on a GPU vary in the last digits. Then a token's loss would come from one expert and
-# its gradient from another, and processes could deadlock. So recomputations replay the first run's decisions.
+# its gradient from another, and processes could deadlock. So a recomputation uses the recorded decisions.
 
-Decisions = tuple[tuple[Any, Any], ...]  # the deciding operators in order, each with its result
+Decisions = tuple[tuple[Any, Any], ...]  # operators with a discrete result, in the order of calls, each with its result
 
 _aten = torch.ops.aten
-# Operators that select values, except pooling: its indices change only a gradient, and would take much memory.
+# Operators that select values. Pooling is missing: its indices affect only gradients, and would take much memory.
 _SELECTIONS = {
     _aten.topk,
     _aten.sort,
@@ -129,7 +129,7 @@ _SELECTIONS = {
     _aten.mode,
     _aten._local_scalar_dense,
 }
-# Operators that read shape, dtype or device of their arguments, but no values, so they decide nothing.
+# Operators whose result depends only on shape, dtype or device of their arguments, so that it is no decision.
 _NO_DECISIONS = {
     _aten.empty_like,
     _aten.zeros_like,
@@ -139,17 +139,17 @@ _NO_DECISIONS = {
     torch.ops.prim.device,  # called on fake tensors
 }
 
-# Whether the running operators are this project's, not the stage's.
+# Whether operators are called by this project's code, not by the stage.
 _not_the_stage: ContextVar[bool] = ContextVar("rotor_py.not_the_stage", default=False)
 _undecided: WeakSet[nn.Module] = WeakSet()  # stages whose first run made no decision
-_bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # per stage, largest bytes of the decisions of a run
+_bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # for each stage, most bytes of decisions in a run
 
 
 @contextmanager
 def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]]:
     """Yield a list that gets, when the context exits, the decisions of a run of `function` inside the context.
 
-    A module that made no decision in its first run is not recorded again: recording costs time for every operator.
+    Does not record a module whose first run made no decision: recording slows every operator.
     """
     result: list[Decisions] = []
     if decides_nothing(function):
@@ -169,13 +169,13 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
 
 
 def decisions_repeated(decisions: Decisions) -> Any:
-    """Return a context in which a stage's operators return these decisions. RuntimeError if other operators decide."""
+    """Return a context in which a stage's operators return `decisions`; they raise RuntimeError if called otherwise."""
     return _Repeating(decisions) if decisions else nullcontext()
 
 
 @contextmanager
 def not_deciding() -> Iterator[None]:
-    """Do not count operators in this context as decisions of the running stage."""
+    """Inside this context, results of operators are no decisions of the stage that runs."""
     outside = _not_the_stage.set(True)
     try:
         yield
@@ -192,13 +192,13 @@ def decides_nothing(function: Callable[..., Any]) -> bool:
 
 
 def remember_undecided(function: Callable[..., Any]) -> None:
-    """Have no run of this stage record decisions, since an identical stage makes none."""
+    """Let runs of this stage record no decisions, since a stage of equal signature made none."""
     if isinstance(function, nn.Module):
         _undecided.add(function)
 
 
 class _Watching(TorchDispatchMode):
-    """Base of dispatch modes that see operators below autograd, and whose results autograd uses instead of theirs."""
+    """Base of dispatch modes that record or replace the results of operators, below autograd."""
 
     def __init__(self, decisions: Decisions = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -223,7 +223,7 @@ class _Repeating(_Watching):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))  # even if its result is replaced: it may draw random numbers
+        made = func(*args, **(kwargs or {}))  # also if its result is replaced below, since it may draw random values
         if not _decides(func, (args, kwargs), made):
             return made
         nothing: tuple[Any, Any] = (None, None)
@@ -234,7 +234,7 @@ class _Repeating(_Watching):
                 kind="rerun_differs",
                 name=str(func),
             )
-        if func._schema.is_mutable:  # its result is in memory that other operators read
+        if func._schema.is_mutable:  # its result is in one of its arguments, which other operators read
             for tensor, decision in zip(tensors_in(made), tensors_in(before), strict=True):
                 tensor.copy_(decision)
             return made
@@ -242,7 +242,7 @@ class _Repeating(_Watching):
 
 
 def _decides(func: Any, given: Any, made: Any) -> bool:
-    """Whether an operator maps floating-point values, which may vary in the last digits, to a discrete result."""
+    """Whether an operator maps floating-point values, which another run may round differently, to a discrete result."""
     if _not_the_stage.get() or func.overloadpacket in _NO_DECISIONS or made is None:
         return False
     if func.overloadpacket not in _SELECTIONS:

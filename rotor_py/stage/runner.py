@@ -1,4 +1,4 @@
-"""Run one stage: first in the caller's graph or without a graph, later recomputed without or with its own graph."""
+"""Run one stage: for the first time, or recomputed; in the caller's graph, with a graph of its own, or without one."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from rotor_py.stage.forward_state import Surroundings, recall_effects, recorded
 from rotor_py.stage.protocol import Keeper, StageOffers, Trial, both, offers_of, parted
 from rotor_py.stage.skipped_output import forward_skipping_output
 
-Edges = list[GradientEdge | None]  # edges of tensors into their graph, in order; None for a tensor without gradient
+Edges = list[GradientEdge | None]  # for each tensor, its edge into the graph; None if it requires no gradient
 
 
 @dataclass(eq=False)
 class AttachedStage:
-    """The graph of one run of a stage, back to its input and aliases of its parameters. Holds no input or output."""
+    """The graph of one run of a stage, which ends at aliases of its parameters. Keeps no input and no output alive."""
 
     outputs: Edges
     inputs: Edges
@@ -42,7 +42,7 @@ class AttachedStage:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the input's tensors, then of the parameters. None stands for a missing gradient."""
+        """Map gradients of the output's tensors to those of the input's, then of the parameters; None for none."""
         if len(gradients) != len(self.outputs):
             raise InvalidStateError(
                 f"stage {self.name!r} must return as many tensors in every run: {len(gradients)} in the forward, "
@@ -55,7 +55,7 @@ class AttachedStage:
         sources = [*self.inputs, *self.parameters]
         given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
         needed: list[Any] = [source for source in sources if source is not None]
-        if not given or not needed:  # torch.autograd.grad refuses empty lists
+        if not given or not needed:  # torch.autograd.grad raises for an empty list
             return [None] * len(sources)
         roots, arriving = [y for y, _ in given], [g for _, g in given]
         with During("backward", self.name):
@@ -77,7 +77,7 @@ class AttachedStage:
 def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
     pending = [edge.node for edge in edges if edge is not None]
     seen = set()
-    # A loop instead of recursion, since a graph can be deeper than Python's stack.
+    # No recursion, since a graph can be deeper than Python's stack.
     while pending:
         node = pending.pop()
         if node in seen:
@@ -90,28 +90,26 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
 
 
 def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
-    """Return edges of the tensors in `value`, and nodes to hold: an edge does not hold nodes written in Python."""
+    """Return edges of the tensors in `value`, and nodes to keep alive: an edge does not keep a node in Python alive."""
     tensors = tensors_in(value)
-    # A view's node holds the tensor's node, and no tensor. `get_gradient_edge` of newer torch makes such views, too.
+    # A view's node refers to the tensor's node, but to no tensor. `get_gradient_edge` of newer torch uses views, too.
     with torch.enable_grad():
         owners = [tensor.view_as(tensor).grad_fn for tensor in tensors if tensor.requires_grad]
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors], owners
 
 
-# A stage runs in the caller's graph (`forward`); or for the first time, to be recomputed later (`first`, or
-# `attach_first` with a graph of its own); or recomputed, without a graph (`again`) or with its own (`attach`).
-
-Context = tuple[Any, ...]
+Context = tuple[Any, ...]  # values that all stages of a forward get in addition to their own input
 
 
 class StageRunner:
-    """Run `function` in the surrounding graph, without a graph, or with a graph of its own.
+    """Runs `function` in the caller's graph (`forward`); for the first time before a recomputation (`first`, or
+    `attach_first` with a graph of its own); or recomputed, without a graph (`again`) or with its own (`attach`).
 
-    A runner has no state of a forward, so it serves several in flight. All stages of a forward share its `context`:
-    `function` gets a tuple of its own values and the context, and with `hands_on` returns such a tuple.
+    A runner keeps no state of a forward, so several forwards may use it at once. `function` gets a tuple of its own
+    values and the forward's `context`, and with `hands_on` returns such a tuple.
 
     `option` says what is stored for the backward: 0 is all tensors that autograd saves, n the n-th storage mode in
-    `ways`, by default in `offered`. An `open` module calls functions of the user's, which may use no other parameters.
+    `ways`, by default in `offered`. An `open` module calls functions of the user, which must use its parameters only.
     """
 
     def __init__(
@@ -141,7 +139,7 @@ class StageRunner:
     def by(self, option: int) -> StageRunner:
         if option == self.option:
             return self
-        other = copy(self)  # another run of the stage in this step may use this runner's option
+        other = copy(self)  # other runs of the stage may use this runner's option
         other.option, other._way = option, self._way_of(option)
         return other
 
@@ -167,7 +165,7 @@ class StageRunner:
         return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
-        """Return the `offered` modes to measure on `value`, with these `keepers` or none; may run the stage."""
+        """Return the `offered` modes that apply to `value` and use only these `keepers`. May run the stage."""
         paying = [each for each in self._suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 
@@ -189,12 +187,12 @@ class StageRunner:
         return forward_skipping_output(self.function) is not None
 
     def make_ready(self) -> None:
-        """Have the stage generate the code that runs it with a graph, if it generates this on demand."""
+        """Have a stage that generates its code at the first run generate it now."""
         for skip_output in (False, self.can_skip_output):
             self._run_of(self._way, skip_output)
 
     def forward(self, value: Any, context: Context = (), *, skip_output: bool = False) -> Any:
-        """Run the stage in the surrounding graph. With `skip_output`, the output is allocated but not computed."""
+        """Run the stage in the caller's graph. With `skip_output`, the output is allocated but not computed."""
         with self._in_forward:
             way = self._way if torch.is_grad_enabled() or self._offers.ways_are_code else None
             output = self._run(way, value, context, skip_output)
@@ -202,8 +200,8 @@ class StageRunner:
         return output
 
     def first(self, value: Any, context: Context = ()) -> tuple[Any, Surroundings]:
-        """Run the stage for the first time; return its output and the state that it started from."""
-        # Grad mode is on for a stage that is `Fe` first and recomputed later, and off inside a node.
+        """Run the stage for the first time; return its output, and the state before the run, for a recomputation."""
+        # Grad mode is on if the stage runs in the caller's graph and is recomputed later, and off inside a node.
         graph = torch.is_grad_enabled()
         with self._in_forward, self.recorded(value, context) as surroundings:
             output = self._run(self._way, value, context) if graph else self._run_without_graph(value, context)
@@ -220,7 +218,7 @@ class StageRunner:
             return surroundings.run(self._run_without_graph, value, context)
 
     def _run_without_graph(self, value: Any, context: Context) -> Any:
-        # Without a graph, all options have the same result, unless their code rounds differently.
+        # Without a graph, all storage modes compute the same, except those that run code of their own.
         way = self._way if self._offers.ways_are_code else None
         if recall_effects(self.function).graph_dependent:
             with torch.enable_grad():
@@ -229,11 +227,11 @@ class StageRunner:
         return self._run(way, value, context)
 
     def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
-        """Run the stage in a storage mode (None: it stores all saved tensors), and wait for its output's collectives: a
-        recomputed output may have no reader, and PyTorch holds the memory of an `AsyncCollectiveTensor` until a wait.
+        """Run the stage in the storage mode `way`; None stores all saved tensors. Wait for collectives of the output:
+        maybe no other code waits for those of a recomputed output, and PyTorch holds their memory until a wait.
         """
         run = self._run_of(way, skip_output) if way is not None or skip_output else self.function
-        # Copy dicts and lists in the input: a stage may change them, and its other runs get them, too.
+        # Copy dicts and lists in the input, which the stage may change: other runs of the stage get the same ones.
         value = with_own_containers(value)
         output = run((*value, *context) if context else value)
         wait_for(output)
@@ -252,8 +250,8 @@ class StageRunner:
     ) -> tuple[AttachedStage, Any]:
         """Recompute the stage with a graph of its own, exactly as in the first run; return the graph and the output.
 
-        With `skip_output`, the output is allocated but not computed. The graph ends at aliases of the parameters. The
-        stage's node returns the aliases' gradients to autograd, which calls the parameters' hooks and accumulates once.
+        With `skip_output`, the output is allocated but not computed. The graph ends at aliases of the parameters, so
+        their hooks do not run here, but once the stage's autograd node has returned the gradients of the aliases.
         """
         restored, trained = surroundings.restored(self.function, graph=True), surroundings.trained
         run = partial(surroundings.run, self._run, self._way)
@@ -279,16 +277,16 @@ class StageRunner:
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
         inputs, owners = edges_and_owners(entered)
-        # `around` comes after `enable_grad`: autocast caches cast weights only in grad mode.
+        # Enter `around` after `enable_grad`, since it enters autocast, which caches cast weights only in grad mode.
         with during, torch.enable_grad(), around as found:
             slots = parameter_slots(self.function, trained)
-            # Aliases, since hooks of parameters would run here, and again when the outer engine has the gradient.
+            # With the parameters themselves, their hooks would run here, and again in the caller's backward.
             aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
             with substituted(slots, aliases):
                 output = run(entered, context, skip_output)
         outputs, owners_of_output = edges_and_owners(output)
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + owners_of_output, self.name)
-        if self.open:  # this walks the whole graph, so skip it for a layer that owns all its parameters
+        if self.open:  # walks the whole graph, so only if the stage may use parameters that it does not own
             attached.refuse_other_leaves(origin)
         return attached, output, found
 
@@ -298,8 +296,8 @@ class StageRunner:
 
 
 def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:
-    """Run a stage in the surrounding graph; return its output, and its saved tensors that may be offloaded: all but
-    inputs, parameters and buffers, tensors that others hold, and those that the runner keeps packed or rounded.
+    """Run a stage in the caller's graph; return its output, and the saved tensors that may be offloaded: all except
+    inputs, parameters, buffers, tensors to which other code refers, and those that the runner packs or rounds.
     """
     offloadable = OffloadableStorages()
     held = [*tensors_in((value, context)), *owned_tensors(runner.function)]

@@ -1,4 +1,4 @@
-"""Saved tensors: whether the backward reads their values, signs or shape, and how a recomputation hands them over."""
+"""Find what a backward reads of a saved tensor (values, signs, shape), and hand over what a recomputation saves."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from rotor_py.errors import InvalidStateError
 
 
 class Saved(Protocol):
-    """An object that autograd holds in place of a saved tensor: it keeps the tensor in some form, or recomputes it."""
+    """Object that autograd saves in place of a tensor, and which keeps the tensor in some form, or recomputes it."""
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor, with its dtype and device, any number of times. RuntimeError if it was overwritten."""
-        ...
+        """Return the tensor, with its dtype and device. Raises RuntimeError if it was written to since it was saved."""
 
 
 class SavedAsItIs:
-    """A tensor, saved unchanged with its version."""
+    """A tensor that is saved unchanged, and its version counter at that time."""
 
     __slots__ = ("_tensor", "_writes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # without history: Rule 7 of the Note in `compressing_hooks`
+        self._tensor = tensor.detach()  # does not refer to the graph: Rule 7 of the Note in `compressing_hooks`
         self._writes = tensor._version
 
     @property
@@ -49,17 +48,17 @@ class SavedAsItIs:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of the storage behind `tensor`, in its dtype, flat and without history."""
+    """Return a flat, detached tensor of all elements of the storage of `tensor`, in the same dtype."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
-# The backward of ReLU and similar nodes reads only the sign of a saved tensor. A saved-tensor hook does not get the
-# node that saves. But nodes are numbered in creation order, and a tensor knows the node that made it: if this node has
-# the last number, it saves its own result. A node that saves an input is found in the graph behind later tensors.
+# The backward of ReLU and similar nodes reads only the signs of a saved tensor. A saved-tensor hook gets no node. But
+# autograd numbers nodes as it makes them, and a tensor's `grad_fn` is the node that made it: if this has the last
+# number, it saves its own result. A node that saves an input is found later, in the graph of tensors computed from it.
 #
-# Hardtanh and ReLU6 need the values. Whether their backward lets a gradient pass at a NaN depends on its position in
-# memory: vector instructions and the remainder loop differ. One bit per element cannot record this.
+# Of tensors that Hardtanh and ReLU6 save, values are kept. At a NaN, whether their backward passes the gradient on
+# depends on the NaN's position in memory, since vector instructions and the loop over remaining elements differ.
 
 
 class Need(Enum):
@@ -70,21 +69,21 @@ class Need(Enum):
     NUMBERS = "its numbers"
 
     def together_with(self, other: Need) -> Need:
-        """Return what two nodes, one of this need and one of the other, need of a tensor that both read."""
+        """Return what suffices for two nodes that read a tensor, one with this need and one with the `other`."""
         if other in (self, Need.SHAPE):
             return self
         return other if self is Need.SHAPE else Need.NUMBERS
 
 
-# Maximum number of nodes to search for a saving node. A guess: with fewer, values are kept where signs would do.
+# Maximum number of nodes to search for a saving node. A guess: with fewer, values are kept where signs suffice.
 _MOST_NODES = 256
-# Beginnings of the names of nodes that read only the shape of their input. Max pooling saves indices, too.
+# Beginnings of the names of nodes that read only the shape of a floating-point input. Max pooling also saves indices.
 _SHAPE_ALONE = ("AvgPool", "MaxPool")
-_SEEN = ("cpu", "cuda")  # devices on which `need_of` holds, by the source of their kernels
+_SEEN = ("cpu", "cuda")  # device types whose kernels read only what `need_of` says, according to their source
 
 
 def last_node() -> int:
-    """Return the sequence number of this thread's latest node: inside a hook, the node that saves."""
+    """Return the number of the last node that this thread made: in a saved-tensor hook, of the node that saves."""
     return torch_compat.get_sequence_nr() - 1
 
 
@@ -94,7 +93,7 @@ def own_need(tensor: torch.Tensor, number: int) -> Need | None:
 
 
 def need_of(node: Node, device: torch.device) -> Need:
-    """Return whether the backward of `node` reads values, signs or only the shape of its saved floating tensor."""
+    """Return whether the backward of `node` reads values, signs or the shape of its saved floating-point tensor."""
     name = node.name()
     if device.type not in _SEEN:
         return Need.NUMBERS
@@ -111,14 +110,14 @@ def need_of(node: Node, device: torch.device) -> Need:
 def nodes_behind(
     tensors: Iterable[torch.Tensor], numbers: Collection[int], most: int | None = _MOST_NODES
 ) -> dict[int, Node]:
-    """Return the nodes with these sequence numbers in the graph behind `tensors`, searching at most `most` nodes."""
+    """Map those of the sequence `numbers` to nodes that are found among the first `most` nodes behind `tensors`."""
     found: dict[int, Node] = {}
     pending = [node for node in map(_origin, tensors) if node is not None]
     seen: set[Node] = set()
     while pending and len(found) < len(numbers) and (most is None or len(seen) < most):
         node = pending.pop()
         made_at = node._sequence_nr()
-        if made_at >= min(numbers) and node not in seen:  # a node is newer than the nodes behind it
+        if made_at >= min(numbers) and node not in seen:  # nodes behind a node have lower numbers
             seen.add(node)
             if made_at in numbers:
                 found[made_at] = node
@@ -131,27 +130,27 @@ def _bound(node: Node, name: str) -> float | None:
 
 
 def _origin(tensor: torch.Tensor) -> Node | None:
-    # Reading `grad_fn` of a view that was written to makes a new node, which would renumber others.
+    # Reading `grad_fn` of a view that was written to makes a new node, which takes the next number.
     return None if tensor._is_view() and tensor._version else tensor.grad_fn
 
 
-# In a recomputed region, the graph of the first run holds no saved tensors. A recomputation saves the same tensors in
-# the same order, and hands them over to it. Autograd calls only the innermost hooks, so all of this project's do this.
+# The graph of a recomputed region's first run has no saved tensors. A recomputation saves the same tensors in the same
+# order, and hands them to that graph. Autograd calls only the innermost hooks, so all hooks of this project do this.
 
 
 class Waiting(Protocol):
-    """Receives the tensors that autograd saves in a run, one after the other."""
+    """Receives the tensors that autograd saves in a run, in the order in which it saves them."""
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
-        """Receive `saved`, which stands for the `number`-th saved `tensor`. Raises if the first run saved another."""
+        """Receive `saved`, which replaces the `number`-th saved `tensor`. Raises if the first run saved another one."""
 
     @property
     def ends_after(self) -> int | None:
-        """Number of saved tensors after which the run may end; None if it must go to its end."""
+        """Number of saved tensors after which the run may end early; None if it may not."""
 
 
 class Complete(Exception):  # noqa: N818  # no error: it ends a run
-    """Raised to end a run early, when it has handed over all saved tensors."""
+    """Raised to end `run` early, once it has handed over all tensors that its receiver needs."""
 
     def __init__(self, run: HandingOver) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ class Complete(Exception):  # noqa: N818  # no error: it ends a run
 
 
 class HandingOver:
-    """Context for a run that hands its saved tensors to `waiting`, and ends early when this has all that it needs."""
+    """Context for a run that hands its saved tensors to `waiting`, and ends early once `waiting` has all it needs."""
 
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
@@ -199,12 +198,12 @@ class HandingOver:
         return saved
 
 
-# The innermost run in progress that hands over its saved tensors, or None.
+# The innermost `HandingOver` whose context is entered, or None.
 innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
 
 
 class NoReceiver:
-    """Context in which runs hand over no saved tensors by themselves: the caller hands them over."""
+    """Context in which saved-tensor hooks hand over no tensors: the caller does this instead."""
 
     def __enter__(self) -> None:
         self._outside = innermost_run.set(None)
@@ -213,11 +212,11 @@ class NoReceiver:
         innermost_run.reset(self._outside)
 
 
-tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack hook of saved tensors
+tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack hook for saved tensors
 
 
 class SavedInOrder:
-    """Records shape, dtype, layout and sum of the bytes of each tensor that a complete run saves, to compare runs."""
+    """Records shape, dtype, layout and the sum of all bytes of each tensor that a run saves, to compare runs."""
 
     ends_after = None
 

@@ -1,6 +1,6 @@
-"""Run a stage without computing its output: a recomputation right before the backward needs only the graph. If the
-last operators save only their inputs, like a linear layer or a residual addition, their output is allocated but not
-computed. Autograd sees every operator, so the backward is the same.
+"""Run a stage whose output is allocated but not computed, since right before the backward, only its graph is needed.
+The last operators must save only their inputs, like a linear layer or a residual addition. Autograd records all
+operators, so the backward is the same.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only
 from rotor_py.stage.protocol import Run, calls_forward_alone, offers_of
 
 _aten = torch.ops.aten
-# Slow layers for which autograd saves input and weight, but not the output.
+# Slow layers that save their input and weight for the backward, but not their output.
 _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.Linear,
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-# Layers that may follow them: the backward of these does not depend on their input values.
+# Layers that may follow those of `_PRODUCTS`: their backward does not depend on the values of their input.
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
 
 
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     """Return a function that runs a stage, but allocates its output without computing it; None if this saves no time.
 
-    Without an offer (`StageOffers`), the stage must end in a layer of `_PRODUCTS`, and maybe some of `_FOLLOWING`.
+    A stage that does not offer one (`StageOffers`) must end in a layer of `_PRODUCTS`, or in one before `_FOLLOWING`.
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
@@ -39,14 +39,14 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     last = len(layers) - 1
     while last >= 0 and type(layers[last]) in _FOLLOWING and not getattr(layers[last], "inplace", False):
         last -= 1
-    # A hook, a compiler or a replaced forward may read the output.
+    # A hook, compiled code or a replaced forward may read the output's values.
     if last < 0 or type(layers[last]) not in _PRODUCTS or not calls_forward_alone(function):
         return None
     return partial(_run, layers, last)
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator or layer with a graph, but do not compute its output, which its backward does not read."""
+    """Call an operator or layer whose backward does not read its output: record its graph, but do not compute it."""
     with _SkippedOutputs():
         return function(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def _flat(module: nn.Module) -> list[nn.Module]:
 
 
 class _SkippedOutputs(TorchDispatchMode):
-    """Has operators of `_MAKERS` return uninitialized memory, below autocast and autograd, which work as usual."""
+    """Has operators of `_MAKERS` return uninitialized memory; autocast and autograd call this mode after their work."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -75,12 +75,12 @@ class _SkippedOutputs(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         make = _MAKERS.get(func)
-        # `types` are tensor subclasses: a shape does not give the memory of a DTensor or a sparse tensor.
+        # Call the operator for tensor subclasses (`types`), such as DTensor: `make` would not return such a tensor.
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
         if make is _sum and self._is_unwritten(args[0]) and _widens_nothing(*args):
-            # Linear layers add their bias in place, but not under a dispatch mode: reuse the product's memory here.
+            # A linear layer adds its bias in place, but not under a dispatch mode. So share the product's memory here.
             return args[0].detach()
         made = make(func, *args, **(kwargs or {}))
         self._unwritten.append(made.untyped_storage())
@@ -102,7 +102,7 @@ def _product(_: Any, *args: torch.Tensor, **__: Any) -> torch.Tensor:
 
 
 def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
-    # Otherwise the sum may broadcast or promote: call the operator.
+    # If `b` has another shape, dtype or device, so may the sum: call the operator.
     alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     return torch.empty_like(a) if alike else func(a, b, **kwargs)
 
@@ -112,9 +112,9 @@ def _as_on_meta(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=args[0].device)
 
 
-# For each operator, a function that allocates its output, called with the operator and its arguments.
+# Maps operators to functions that allocate their output. Their arguments are the operator and its arguments.
 _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default), _product),
     _aten.add.Tensor: _sum,
-    _aten.convolution.default: _as_on_meta,  # output strides follow the memory format, per backend
+    _aten.convolution.default: _as_on_meta,  # the output's strides depend on the memory format of the arguments
 }
