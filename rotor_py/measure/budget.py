@@ -1,4 +1,4 @@
-"""Divide the memory limit of a step into fixed memory, memory of the chain of stages, and memory outside of it."""
+"""Divide a step's memory limit among the chain of stages, fixed memory, and other memory outside of the chain."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from rotor_solver import (
 from rotor_solver.in_flight import Footprint, busiest_of, least_in_flight_sequence, most_while_one_begins, peaks_of
 from rotor_solver.offload import Link, simulate_moves, solve_moving
 
-# Share of time that forwards in flight must save by different sequences; else, all run the same. A guess, not above the
-# share by which the solver's sequences may be slower than the best.
+# Least share of time that different sequences for the forwards in flight must save; else, all follow the same sequence.
+# A guess, not above the share by which the solver's sequences may be slower than the best.
 _WORTH = 0.005
-# Bytes per second of a link so slow that every copy ends only when the sequence waits for it.
+# Link whose bytes per second are so few that every copy ends only when the sequence waits for it.
 _SLOWEST = Link(1e-9, 1e-9)
 
 
@@ -50,14 +50,15 @@ _SLOWEST = Link(1e-9, 1e-9)
 class Budget:
     """The memory of a step: predicts its peak under a sequence, and finds a sequence within a limit.
 
-    Besides the fixed memory, a step holds `before_bytes` while the layers before the chain run, and `stepping_bytes`
-    while the optimizer steps: the chain's input and output, and fresh gradients. The optimizer's step allocates
-    `step_bytes` more (None if unknown). A plan that recomputes anything holds `snapshot_bytes` throughout.
+    In addition to the fixed memory, a step takes `before_bytes` while the layers before the chain run, and
+    `stepping_bytes` while the optimizer steps: the chain's input and output, and gradients that are freed between
+    steps. The optimizer's step takes `step_bytes` more (None if unknown). `snapshot_bytes` are in memory throughout a
+    step that recomputes any stage.
 
     `forwards` is the number of forwards that run before the first backward; their backwards come in `backward_order`,
-    one of `rotor_solver.in_flight.ORDERS`. A sequence is for the first forward, and contains those of the others
-    (`Sequence.of_forwards`). While a forward waits for its backward, it holds its chain's saved bytes, `held_beside`
-    bytes outside the chain, and its own snapshots.
+    one of `rotor_solver.in_flight.ORDERS`. A sequence is that of the first forward, and contains those of the others
+    (`Sequence.of_forwards`). Until its backward, a forward keeps its chain's saved bytes, `held_beside` bytes outside
+    of the chain, and its own snapshots in memory.
     """
 
     fixed: FixedMemory
@@ -74,17 +75,17 @@ class Budget:
     freed_gradients: int = 0
     """Bytes of gradients that are freed in the backward, each as soon as the optimizer has stepped its parameter."""
     view_bytes: int = 0
-    """Bytes of one forward's input; if this is a view, only its own."""
+    """Bytes of one forward's input; if it is a view, without the rest of the viewed tensor."""
     rest_bytes: int = 0
-    """Bytes of the batch outside this input, if the input is a view of a batch, as a microbatch is."""
+    """Bytes of the rest of a batch of which the input is a view, as a microbatch is."""
     link: Link | None = None
-    """Bytes per second of offloading and of fetching; None if nothing may be offloaded."""
+    """Bytes per second at which tensors are offloaded and fetched; None if no tensor may be offloaded."""
     link_name: str = ""
-    """Value of `offload`, which names the memory or folder that tensors are offloaded to."""
+    """Value of `offload`: the memory or the folder to which tensors are offloaded."""
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """Bytes that a step holds while the optimizer steps, without the optimizer's own memory if this is unknown."""
+        """Bytes in memory while the optimizer steps; without the temporary ones of its step if these are unknown."""
         return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
 
     def peak_bytes(self, sequence: Sequence) -> int:
@@ -98,11 +99,11 @@ class Budget:
         return max(before + self.before_bytes, self.optimizer_peak_bytes, running)
 
     def beside_chain(self, sequence: Sequence) -> int:
-        """Return the bytes held outside the `busiest` forward's chain: fixed, its snapshots, and other forwards'."""
+        """Return the bytes outside the `busiest` forward's chain: fixed, its snapshots, and those of other forwards."""
         return self.busiest(sequence)[1]
 
     def busiest(self, sequence: Sequence) -> tuple[Sequence, int]:
-        """Return the sequence of the forward during which the step peaks, and the bytes then held outside its chain."""
+        """Return the sequence of the forward during which the step peaks, and the bytes outside of its chain then."""
         if self.forwards == 1:
             return sequence, self.fixed.total + self._snapshot(sequence)
         number, others = busiest_of(self.footprints(sequence), self.backward_order)
@@ -110,10 +111,10 @@ class Budget:
         return chosen, self.fixed.total + others + self._snapshot(chosen)
 
     def makespan(self, sequence: Sequence) -> float:
-        """Return the seconds that all forwards in flight, their losses and their backwards take."""
+        """Return the seconds of all forwards in flight, of their losses and of their backwards."""
         if sequence.moves is not None:
             assert self.link is not None
-            # A sequence with offloading is for one forward. If several are in flight, each follows it.
+            # All forwards in flight follow a sequence with offloading.
             return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, self.link).makespan
         return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
 
@@ -123,7 +124,7 @@ class Budget:
         return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, _SLOWEST).moved
 
     def footprints(self, sequence: Sequence) -> list[Footprint]:
-        """Return the bytes and seconds of each forward in flight, with the bytes that it holds outside the chain."""
+        """Return, for each forward in flight, the bytes that it takes in and outside of its chain, and its seconds."""
         return [self.footprint(each) for each in sequence.of_forwards(self.forwards)]
 
     def footprint(self, sequence: Sequence) -> Footprint:
@@ -138,7 +139,7 @@ class Budget:
         return self.snapshot_bytes if recomputes(sequence) else 0
 
     def chain_limit(self, mem_limit: int) -> int:
-        """Return the bytes left for the chains of all forwards, inputs included, in a plan that recomputes anything."""
+        """Return the bytes left for the chains of all forwards, inputs included, if the plan recomputes any stage."""
         others = (self.forwards - 1) * (self.held_beside + self.snapshot_bytes)
         return mem_limit - self.fixed.total - self.snapshot_bytes - others
 
@@ -161,7 +162,7 @@ class Budget:
         return f"nothing is moved to {self.link_name}: no plan within the limit would be faster for it"
 
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """Return the budget for `forwards` in flight. The first backward makes `gradient_bytes`, held in the others."""
+        """Return the budget for `forwards` in flight, if their first backward makes `gradient_bytes`, which stay."""
         if forwards == self.forwards:
             return self
         assert forwards > 1
@@ -184,7 +185,7 @@ class Budget:
 
     def _held_beside(self, measurement: Measurement) -> int:
         loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
-        # Count all memory of the loss, since it is unknown how much of it is held until the loss's backward.
+        # Count all temporary bytes of the loss: how many of them stay until its backward is unknown.
         held = measurement.held_bytes if measurement.outputs_held else 0
         batch = self.view_bytes if measurement.prefix else 0
         return batch + carried + held + measurement.left_bytes + loss.kept_bytes + loss.temp_bytes
@@ -194,7 +195,7 @@ class Budget:
 
     def least_bytes(self) -> int:
         """Return the least limit, in bytes, for which there is a plan."""
-        # Storing everything may need least memory: a plan that recomputes holds snapshots, maybe more than it saves.
+        # Storing everything may need least memory: the snapshots of a plan that recomputes may take more than it saves.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, self.peak_bytes(self._least_sequence()))
 
@@ -204,20 +205,20 @@ class Budget:
         return least_in_flight_sequence(self.chain, self.forwards, self.backward_order)
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
-        """Return a sequence for a whole step within `mem_limit` bytes.
+        """Return a sequence with which a whole step takes at most `mem_limit` bytes.
 
-        Raises InfeasibleError if nothing fits, with the least feasible limit as `min_bytes`, and ValueError if
+        Raises InfeasibleError if there is none, with the least limit that works as `min_bytes`, and ValueError if
         `algorithm` cannot solve this chain.
         """
         stored = store_all(self.chain)
-        # Try storing all first: it needs no snapshots, for which `chain_limit` reserves room. But if the caller chose
-        # another algorithm than the default, return that algorithm's sequence.
+        # Try to store everything first: this needs no snapshots, which `chain_limit` subtracts. But if the caller has
+        # chosen another algorithm than the default, return that algorithm's sequence.
         if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
             return StoreAll().solve(self.chain, simulate(self.chain, stored).peak)
         if mem_limit < self.least_bytes():
             raise self.refuse(mem_limit)
         if self.forwards == 1 and isinstance(algorithm, Persistent):
-            # If the sequence of least memory stores all stages, some of them in part, it needs no snapshots, either.
+            # The sequence of least memory may store every stage, some in part, and then needs no snapshots, either.
             least = simulate(self.chain, recompute_all(self.chain)).peak
             if self.chain_limit(mem_limit) < least:
                 return RecomputeAll().solve(self.chain, least)
@@ -236,7 +237,7 @@ class Budget:
         if isinstance(algorithm, Persistent):
             flying = solve_in_flight(self.chain, limit, self.forwards, order, worth=_WORTH, slots=algorithm.slots)
             return flying.sequence
-        # Other algorithms take a limit for one forward only. Bisect for the largest one at which all forwards fit.
+        # Other algorithms take a limit for one forward. Bisect for the largest one at which all forwards fit together.
         little, much, found = 0, limit + 1, None
         while much - little > 1:
             middle = (little + much) // 2
@@ -252,8 +253,8 @@ class Budget:
         return self._least_sequence() if found is None else found
 
     def refuse(self, mem_limit: int, remedy: str = "") -> InfeasibleError:
-        """Return the error for a limit that is too small; its message has the sentence `remedy` before the others."""
-        # The message contains "out of memory", by which accelerate's `find_executable_batch_size` detects such errors.
+        """Return the error for a limit that is too small; its message has the sentence `remedy` before others."""
+        # accelerate's `find_executable_batch_size` looks for "out of memory" in messages.
         least = self.least_bytes()
         largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
         needs = ""
@@ -269,7 +270,7 @@ class Budget:
 
     def with_fresh_gradients(self, measurement: Measurement, gradient_bytes: int) -> Budget:
         """Return the budget of this step if its gradients, `gradient_bytes` in all, are freed between steps."""
-        if self.forwards > 1:  # gradients of the first backward stay during the others
+        if self.forwards > 1:  # gradients of the first backward stay in memory during the other backwards
             return self
         return replace(
             self,
@@ -284,20 +285,20 @@ class Budget:
     def with_gradients_of(
         self, model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
     ) -> Budget:
-        """Return this budget with at least the bytes of all gradients that exist now in its fixed memory."""
+        """Return this budget with at least the fixed bytes of the gradients that a step of `model` has now."""
         waiting = trained_bytes(model, device) if self.forwards > 1 else 0
         kept = waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
         return replace(self, fixed=replace(self.fixed, gradients=max(self.fixed.gradients, kept)))
 
     def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
-        """Return this budget with the chain of `measurement`, and with `more_bytes` more held throughout the step."""
+        """Return this budget with the chain of `measurement`, and with `more_bytes` more of fixed memory."""
         fixed = replace(self.fixed, other=self.fixed.other + more_bytes)
         beside = self._held_beside(measurement) if self.forwards > 1 else self.held_beside
         chain = self._chain(measurement, fresh_gradients=fresh_gradients, forwards=self.forwards)
         return replace(self, fixed=fixed, held_beside=beside, chain=chain)
 
     def with_outputs_held(self, before: Measurement, measurement: Measurement, *, fresh_gradients: bool) -> Budget:
-        """Return this budget for `measurement`, which is `before` but for outputs that the caller holds in it."""
+        """Return this budget for `measurement`, which differs from `before` only in which outputs the caller keeps."""
         more = measurement.returned_bytes - before.returned_bytes
         found = self.with_found(measurement, more, fresh_gradients=fresh_gradients)
         more = self.forwards * (measurement.output_bytes - before.output_bytes)
@@ -308,7 +309,8 @@ def in_nodes(chain: Chain) -> Chain:
     """Return the chain for stages that run as custom autograd nodes, each with a graph separate from the caller's."""
     stages = []
     for stage in chain.stages:
-        # As a node, a stored stage may also hold its output, which a recomputed stage skips: take the larger bytes.
+        # In a node, a stored stage has a graph of its own, like a recomputed one, and may keep its output, which a
+        # recomputed one does not compute: take the larger bytes.
         temp = [max(each.backward_temp, each.backward_temp_of_replay) for each in stage.options]
         options = tuple(replace(each, backward_temp=most) for each, most in zip(stage.options, temp, strict=True))
         stages.append(replace(stage, options=options))
@@ -327,9 +329,9 @@ def make_budget(
     buckets: bool = False,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> Budget:
-    """Make the budget of a step of `model` on `sample`.
+    """Return the budget of a step of `model` on `sample`.
 
-    `optimizer`, None if unknown, is for the parameters that are not `stepped` in the backward. `buckets`: whether the
+    `optimizer`: cost for the parameters that are not `stepped` in the backward; None if unknown. `buckets`: whether the
     bytes for `communication` are allocated before the step, as DistributedDataParallel's buckets are.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
@@ -346,7 +348,7 @@ def make_budget(
         + unsplit_bytes(device, sum(stage.saved_bytes for stage in measurement.stages))
         + unaccounted_bytes(device, list(model.parameters()), accounted, optimizer),
     )
-    # The caller holds the batch and the output until the step ends, also while the optimizer steps.
+    # The caller keeps the batch and the output until the step ends, so they are in memory while the optimizer steps.
     prefix = measurement.prefix
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     return Budget(
@@ -366,11 +368,11 @@ def peak_of(chain: Chain, sequence: Sequence) -> int:
     """Return the peak bytes of `sequence`, offloading included."""
     if sequence.moves is None:
         return simulate(chain, sequence).peak
-    # Assume the slowest link: however fast it is, a storage is freed only when the sequence waits for its copy.
+    # Assume the slowest link: on any link, the tape frees an offloaded storage only when it waits for the copy.
     return simulate_moves(chain, sequence, sequence.moves, _SLOWEST).peak
 
 
 def recomputes(sequence: Sequence) -> bool:
-    """Whether `sequence` runs any forward after the loss, which is a recomputation."""
+    """Whether `sequence` recomputes any stage: runs its forward after the loss."""
     operations = list(sequence)
     return any(not isinstance(operation, Backward) for operation in operations[operations.index(Loss()) + 1 :])

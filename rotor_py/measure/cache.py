@@ -1,4 +1,4 @@
-"""Cache measured bytes and seconds on disk, so that later processes do not measure equal stages again."""
+"""Cache measured bytes and seconds of stages on disk, so that later processes need not measure equal stages."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _log = logging.getLogger("rotor_py")
 
 @dataclass(frozen=True, slots=True)
 class StageFindings:
-    """Measured `bytes` of a stage: with everything stored, then in each storage mode of `ways`.
+    """Measured `bytes` of a stage: first with everything stored, then in each storage mode of `ways`.
 
-    `decided_bytes`: bytes of its recorded routing decisions (which expert gets which token). `undecided`: whether it
-    makes none, so that runs need not watch for them. `moving`: indices of the buffers that its forward changes.
+    `decided_bytes`: bytes of its recorded decisions, such as which expert gets a token. `undecided`: whether it makes
+    none, so that runs need not record them. `moving`: indices of the buffers that its forward changes.
     """
 
     bytes: tuple[StageBytes, ...]
@@ -52,17 +52,17 @@ class StageFindings:
 
 
 Runs = Sequence[StageRun]
-# Time when this module was imported. A file written later may differ from the code that this process runs.
+# Time of this module's import. A file that is written later may differ from the code that this process has imported.
 _STARTED = time.time()
-# Packages of this project. `_code` covers the two that measure.
+# Packages of this project. `_code` reads the files of the two that measure.
 _OURS = frozenset({"rotor_py", "rotor_profiling", "rotor_solver", "rotor_cli"})
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def code_of(kind: type) -> str | None:
-    """Return a digest of the code that a class may run: imported files of the user, and versions of libraries.
+    """Return a digest of the code that a class may run: the user's imported files, and the libraries' versions.
 
-    Returns None for a class defined in a function or a notebook, and if a file was written after `_STARTED`.
+    Returns None for a class defined in a function or a notebook, and if a file is newer than this process.
     """
     module = sys.modules.get(kind.__module__)
     if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):
@@ -86,7 +86,7 @@ def _digest(_modules: int, _second: int) -> str | None:
 
 @cache
 def _installed() -> str:
-    """Return names and versions of all installed libraries, also of those that measuring will import."""
+    """Return names and versions of all installed libraries, as measuring may import further ones."""
     return " ".join(sorted(f"{each.name} {each.version}" for each in distributions()))
 
 
@@ -94,27 +94,27 @@ def _users_file(module: ModuleType) -> Path | None:
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     if not isinstance(file, str) or file.startswith(_LIBRARY_FOLDERS) or name.partition(".")[0] in _OURS:
         return None
-    return None if name.startswith("torch.") else Path(file)  # some modules of torch name a file that does not exist
+    return None if name.startswith("torch.") else Path(file)  # `__file__` of some of torch's modules does not exist
 
 
-# Modules of rotor_py whose classes a stage's signature describes completely.
+# Prefixes of modules of rotor_py whose classes need no digest of code: a stage's signature describes them completely.
 _OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
-# Modules whose functions and classes change only with the version of torch or Python.
+# Prefixes of modules whose functions and classes change only with the version of torch or Python.
 _LIBRARIES = ("torch.", "_operator.", "math.", "builtins.")
 _NAMESPACES = ("aten", "prims")
 
 
 class UnstableKeyError(Exception):
-    """Raised if a key is valid only in this process: it has a user's function, or an object compared by identity."""
+    """Raised for a key that other processes cannot use: it has an object without a name or value that they share."""
 
 
 def digest_of(key: Hashable) -> str:
-    """Return a text that is equal for equal keys in all processes. Raises UnstableKeyError if that is impossible."""
+    """Return a digest that equal keys have in all processes. Raises UnstableKeyError for a key that has none."""
     return hashlib.sha256(_text(key).encode()).hexdigest()
 
 
 def environment(device: torch.device) -> tuple[Hashable, ...]:
-    """Return what times and bytes depend on besides a stage's signature: versions, the device, settings of torch."""
+    """Return a key of all else on which times and bytes of a stage depend: versions, the device, settings of torch."""
     cuda = device.type == "cuda"
     autocast = tuple(
         (kind, str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None)
@@ -179,7 +179,7 @@ def _text(value: Any) -> str:
 
 def _name(value: Any) -> str:
     owner = getattr(value, "__self__", None)
-    # Many functions of torch are methods of a C class, without a `__module__`.
+    # Many functions of torch are methods of a class in C, and have no `__module__`.
     module = getattr(value, "__module__", None) or getattr(owner, "__module__", None) or ""
     name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
@@ -194,7 +194,7 @@ def _name(value: Any) -> str:
     return f"{path} of {code}"
 
 
-# Number of files, of a few kilobytes each, above which the older half is removed. A guess.
+# Number of files above which the older half is deleted. A guess: a file has a few kilobytes.
 _MOST_FILES = 20_000
 
 
@@ -204,8 +204,8 @@ def cache_folder() -> Path:
 
 
 def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementCache | None:
-    """Return the cache for `device` and these `settings`; None if measurements cannot be reused."""
-    # With several processes, all must measure a stage, or none. A dispatch mode may change what operators do.
+    """Return the cache for `device` and these `settings`; None if measurements may not be read from disk now."""
+    # Several processes must measure the same stages, but may find others on disk. A dispatch mode may change operators.
     if several_processes() or current_dispatch_mode() is not None:
         return None
     with suppress(OSError, RuntimeError):  # no home directory, or not writable
@@ -214,10 +214,10 @@ def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementC
 
 
 class MeasurementCache:
-    """Bytes and seconds in `folder`, by stage signature and `surroundings`, such as the environment.
+    """Bytes and seconds of stages, in files of `folder`, by stage signature and `surroundings` (versions, settings).
 
-    Findings of discovery passes are not cached: a stage's results may depend on recording a graph only for some values
-    of its weights, which a signature does not include.
+    Findings of discovery passes are not cached: whether results depend on recording a graph may depend on the values
+    of weights, which a signature does not include.
     """
 
     def __init__(self, folder: Path, surroundings: Hashable) -> None:
@@ -231,10 +231,10 @@ class MeasurementCache:
                     file.unlink(missing_ok=True)
 
     def find(self, kind: Hashable) -> tuple[StageFindings, Runs] | None:
-        """Return the bytes and seconds of the stage signature `kind`; None if its file is absent or damaged."""
+        """Return the bytes and seconds for the stage signature `kind`; None if there is no file, or a damaged one."""
         try:
             file = self._file(kind)
-            if not file.is_file():  # absent, or a named pipe, for which a read would wait forever
+            if not file.is_file():  # there is none, or a named pipe, from which a read would not return
                 return None
             data = json.loads(file.read_text(encoding="utf-8"))
             return _read(data) if data.pop("digest") == _digest_of_data(data) else None
@@ -242,11 +242,11 @@ class MeasurementCache:
             return None
 
     def keep(self, kind: Hashable, found: StageFindings, runs: Runs) -> None:
-        """Write the file of the stage signature `kind`; if its key is unstable, or the disk fails, log why not."""
+        """Write the file of the stage signature `kind`. If its key is unstable, or the disk fails, log the reason."""
         data = {**asdict(found), "moving": sorted(found.moving), "runs": [asdict(run) for run in runs]}
         try:
             file = self._file(kind)
-            # Write a temporary file and rename it, so that readers see a complete file or none.
+            # Write a temporary file and rename it, so that other processes read a complete file or none.
             with NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="utf-8") as made:
                 json.dump({**data, "digest": _digest_of_data(json.loads(json.dumps(data)))}, made)
             os.replace(made.name, file)
@@ -267,7 +267,7 @@ def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
     ways, moving = tuple(data["ways"]), frozenset(data["moving"])
     runs = [StageRun(tuple(map(tuple, run["ways"])), run["node"] and tuple(run["node"])) for run in data["runs"]]
     if len(nbytes) != 1 + len(ways) or all(run.node is None for run in runs):
-        return None  # there must be bytes for the fully stored stage and for each storage mode, and a run as a node
+        return None  # bytes of the fully stored stage or of a storage mode, or the time as a node, are missing
     if not all(0 <= each < math.inf for run in runs for pair in (*run.ways, run.node or ()) for each in pair):
         return None
     return StageFindings(nbytes, data["decided_bytes"], moving, ways, data["undecided"]), runs

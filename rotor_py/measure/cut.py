@@ -31,15 +31,15 @@ Layer = tuple[str, nn.Module]
 """A layer's dotted path in the model, and its module."""
 _NOTHING: Sharding = MappingProxyType({})
 JOINT = "+"
-"""Separator in the name of a stage that joins the names of several layers."""
+"""Separator of the layers' names in the name of a stage of several layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A model as a chain: the layers of `prefix` run first, without gradients; a plan stores or recomputes `stages`.
 
-    `input_owned`: whether the caller holds the chain's input during the whole step, so that no plan frees it.
-    `sharding`: parameters to gather when a stage is measured. `members`: names of each stage's layers, if not in its.
+    `input_owned`: whether the caller keeps the chain's input during the whole step, so that no plan frees it.
+    `sharding`: parameters to gather when a stage is measured. `members`: names of each stage's layers; None if in its.
     """
 
     prefix: tuple[Layer, ...]
@@ -55,17 +55,17 @@ class Cut:
 
 
 def is_chain(model: nn.Module) -> bool:
-    """Whether `model` is an `nn.Sequential` whose forward calls its layers in order, and does nothing else."""
-    # Do not use `isinstance`: a subclass's forward may do more, and so may a forward that was replaced on the instance,
-    # such as Accelerate's, which adds autocast.
+    """Whether `model` is an `nn.Sequential` whose forward only calls its layers in order."""
+    # `isinstance` does not suffice: the forward of a subclass may do more, and so may one set on the instance, such as
+    # Accelerate's, which adds autocast.
     return type(model).forward is nn.Sequential.forward and "forward" not in model.__dict__
 
 
 def layers(model: nn.Module) -> list[Layer]:
     """Return the layers of nested `nn.Sequential`s, with their dotted paths, in execution order.
 
-    A container that has hooks, or another `forward`, counts as one layer, so that its hooks are called. Raises
-    UnsupportedModelError if `model` itself is not such a chain.
+    A container with hooks, or with a `forward` or `__call__` of its own, counts as one layer, since a split would leave
+    these out. Raises UnsupportedModelError if `model` itself is no chain (`is_chain`).
     """
     if not is_chain(model):
         name = type(model).__name__
@@ -75,12 +75,12 @@ def layers(model: nn.Module) -> list[Layer]:
 
 
 def opened(model: nn.Module) -> tuple[str, ...]:
-    """Return the dotted paths of the containers that `layers` splits into their layers; empty if not a chain."""
+    """Return the dotted paths of the containers that `layers` splits into their layers; () if `model` is no chain."""
     return tuple(path for path, _, opens in _walk("", model) if opens) if is_chain(model) else ()
 
 
 def _walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the path and module of containers and layers, and whether it is a container to split."""
+    """Yield (dotted path, module, whether it is a container to split) of each container and layer."""
     for key, child in module._modules.items():
         if child is not None:
             opens = bool(is_chain(child) and child._modules) and is_called_plainly(child) and not hooks_on_all_modules()
@@ -92,21 +92,21 @@ def _walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, layer by layer, without gradients.
 
-    A layer that writes into its input is joined to all layers back to the one that made the overwritten tensor, since a
-    stage cannot be recomputed from an overwritten input. A layer that returns only views of its input is joined to the
-    layer before, since freeing an input frees no memory while a view of it exists. Leading layers without trained
-    parameters form the prefix.
+    If a layer writes to its input, one stage has all layers from the one that made the overwritten tensor to this one,
+    since no stage can be recomputed from an overwritten input. A layer that returns only views of its input joins the
+    stage before, since an input takes memory as long as a view of it exists. Leading layers without parameters that
+    require gradients form the prefix.
 
     Raises UnsupportedModelError if `model` is not a nested `nn.Sequential`, has nothing to train, or has a layer that
     returns no tensor or draws random values that cannot be restored. Errors of a layer pass through; a note names it.
     """
-    # Gather parameters in their own dtype: FSDP's hooks, which cast inputs for mixed precision, do not run here.
+    # Gather parameters without mixed precision: FSDP's hooks, which would cast inputs to its dtype, do not run here.
     return cut_layers(layers(model), value, device, sharding_of(model, mixed_precision=False))
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
-    """Cut the layers `found`, given in execution order, as `cut` does, with its errors. `sharding` is their model's."""
-    # If the input needs a gradient, there is no prefix: the gradient comes from the backward of every layer.
+    """Cut the layers `found` in execution order, and raise errors, as `cut` does. `sharding` is that of their model."""
+    # If the input requires a gradient, there is no prefix, since every layer has a backward.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))
     leading = 0 if needs_gradient else next(trained, len(found))
@@ -152,9 +152,9 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
 
 
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
-    """Raise UnsupportedModelError for recurrent layers on CUDA with dropout between them.
+    """Raise UnsupportedModelError for a recurrent module of several layers with dropout between them on CUDA.
 
-    cuDNN draws their dropout from a random state that cannot be restored, so a recomputation would drop other values.
+    cuDNN draws this dropout from a random state that cannot be restored, so a recomputation would drop other values.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return
@@ -172,7 +172,7 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
 def _run(
     name: str, module: nn.Module, value: Any, device: torch.device, sharding: Sharding
 ) -> tuple[Any, set[int], bool]:
-    """Return a layer's output, the input storages that it wrote into, and whether all outputs are views of inputs."""
+    """Return a layer's output, the addresses of input storages that it wrote to, and whether it returns only views."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
@@ -186,7 +186,7 @@ def _run(
     if not (outputs := tensors_in(output)):
         text = f"let layer {name!r} return a tensor: it returned none, so no gradient would reach it"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)
-    # Compare version counters, not values, which an in-place ReLU leaves unchanged if none is negative.
+    # Compare version counters: a write may leave all values as they are, such as an in-place ReLU of positive ones.
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
@@ -199,14 +199,14 @@ def joined(group: Sequence[Layer]) -> Layer:
 
 
 def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixCost | None]:
-    """Run the layers before the chain. Return their output, which is the chain's input, and their cost."""
+    """Run the layers of the prefix; return their output, which is the chain's input, and their cost."""
     if not cut.prefix:
         return value, None
     _, modules = joined(cut.prefix)
     # Clone the input, since a layer may write into it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():
-        modules(value)  # warm-up: at the first call, libraries allocate memory that they keep
+        modules(value)  # warm-up: in the first run, libraries allocate memory that they keep
         with memory_meter(device) as meter:
             output = modules(value)
         with stopwatch(device) as watch:

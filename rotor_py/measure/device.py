@@ -1,4 +1,4 @@
-"""Total and available memory of a device; conversion of a limit such as `80%` into bytes."""
+"""Read the total and the available memory of a device, and convert a limit such as `80%` into bytes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rotor_py.units import format_bytes, parse_bytes
 _log = logging.getLogger("rotor_py")
 
 DEFAULT_SHARE = 0.9
-"""The default limit as a share of available memory. A guess: the rest is for fragmentation, which is not predicted."""
+"""Share of the available memory that is the default limit. A guess: plans do not predict fragmentation."""
 
 
 def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     """Return the bytes of a limit on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of its total memory.
 
-    None means 90 % of the memory that this process can use now. Raises ValueError for any other limit, or one below
-    one byte. Logs a warning if the limit is above the device's memory.
+    None means 90 % of the memory that this process can use now. Raises ValueError for any other text, and for a limit
+    below one byte. Logs a warning if the limit is above the device's total memory.
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))
@@ -43,7 +43,7 @@ def _warn_of_limit_above(limit: int, total: int, device: str) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the bytes of memory of `device`; on the CPU, all bytes that this process may use."""
+    """Return the total bytes of memory of `device`; on the CPU, of the memory that this process may use."""
     if (predicted := prediction()) is not None:
         return predicted.memory_bytes
     if device.type == "cuda":
@@ -52,11 +52,11 @@ def total_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can use on `device`, including those that it already uses."""
+    """Return the bytes that this process can use on `device`: those that are free, and those that it uses already."""
     if (predicted := prediction()) is not None:
         return predicted.memory_bytes
     if device.type == "cuda":
-        # CUDA does not count memory reserved by PyTorch as free, but this process can use it.
+        # Memory that PyTorch's allocator has reserved is not free for CUDA, but this process can use it.
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     return available_host_bytes()
@@ -68,9 +68,9 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 def segments_expand(device: torch.device) -> bool:
-    """Whether all large segments of a CUDA device's allocator are expandable, so that blocks have the requested size.
+    """Whether all large segments of a CUDA device are expandable, so that blocks have the requested size.
 
-    Asks the allocator instead of the environment: a variable set after it has started has no effect.
+    Reads the allocator's segments, not environment variables: if set after the allocator's start, these have no effect.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return False

@@ -1,4 +1,4 @@
-"""Discovery passes over a chain: find how recording a graph changes stages' results, and the layouts of gradients."""
+"""Run a chain to discover how recording a graph changes the stages' results, and which strides gradients have."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rotor_solver.watching import Progress
 
 
 class LayerOffers(Protocol):
-    """Finds further storage modes of layers while they are measured; `plan.source.LayerParts` implements it."""
+    """Finds further storage modes of a layer from a run of it; `plan.source.LayerParts` implements this protocol."""
 
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
@@ -43,10 +43,10 @@ class LayerOffers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WalkedChain:
-    """The stages of `cut` on their `device`, with `value`, the input of the first stage.
+    """The stages of `cut` on `device`, and `value`, the input of the first stage.
 
-    `silent`: indices of the chain's output tensors that get no gradient. The processes of `group` run the stages
-    together. `keepers` are storage modes for all stages, and `layer_offers` finds further ones of layers.
+    `silent`: indices of the chain's output tensors that get no gradient. `group`: the processes that run the stages
+    together. `keepers`: storage modes for all stages. `layer_offers`: finds further storage modes of layers.
     """
 
     cut: Cut
@@ -59,13 +59,13 @@ class WalkedChain:
     layer_offers: LayerOffers | None
 
     def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
-        """Return an object that runs stage `number` as in training: storing everything, or in a mode of `ways`."""
+        """Return a runner of stage `number`, which stores everything, or if asked, runs in a storage mode of `ways`."""
         name, function = self.cut.stages[number]
         offers = None if self.layer_offers is None else self.layer_offers.of(function)
         return StageRunner(function, name, self.preserve_rng_state, ways=ways, keepers=self.keepers, offers=offers)
 
     def run(self, runner: StageRunner, value: Any) -> Any:
-        """Run a stage; return the next stage's input: leaves, with `requires_grad` as in training."""
+        """Run a stage; return its output as leaves with `requires_grad` as in training, for the next stage."""
         with isolated(runner.function, self.device), torch.enable_grad():
             return leaves_of(runner.forward(leaves_of(value)))
 
@@ -74,7 +74,7 @@ class WalkedChain:
 
 
 def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:
-    """Return `layouts`, with None for each gradient that has the layout of its tensor; empty if all have."""
+    """Return `layouts` with None for each gradient that has the strides of its tensor in `output`; () if all have."""
     found = tuple(
         None if strides is None or _alike(shape, own, strides) else strides
         for (shape, own), strides in zip(output, layouts, strict=False)
@@ -83,7 +83,7 @@ def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layou
 
 
 def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether both strides give this shape the same layout: dimensions of size 1 may have any stride."""
+    """Whether two tuples of strides give this shape the same layout: those of dimensions of size 1 may differ."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
 
 
@@ -93,10 +93,10 @@ _log = logging.getLogger("rotor_py")
 def refuse_lost_gradients(
     name: str, function: nn.Module, before: Attributes, value: Any, output: Any, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Raise UnsupportedModelError if a stage uses a parameter that is not its own, for example one in a list.
+    """Raise UnsupportedModelError if a stage uses a parameter that its module does not own, such as one in a list.
 
-    A recomputation passes gradients only to the stage's own parameters, so this parameter would get none. Logs a
-    warning if the run has put a tensor with a gradient into an attribute; `before` has the attributes before the run.
+    A recomputed stage returns gradients only for the parameters that it owns. Logs a warning if the run has put a
+    tensor that requires a gradient into an attribute; `before` has the attributes before the run.
     """
     if kept := with_gradients(before.changes()):
         _log.warning(
@@ -117,29 +117,29 @@ def refuse_lost_gradients(
 
 
 class DiscoveryPass:
-    """Runs discovery passes over a chain, and has what they find. `stepped`: parameters stepped in the backward."""
+    """Runs a chain in discovery passes, and keeps their findings. `stepped`: parameters stepped in the backward."""
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
         self._effects: dict[Hashable, GraphEffects] = {}
         self._trials: dict[Hashable, Mapping[str, Trial]] = {}
-        # Maps what `_asked` returns (a stage's signature, layouts of its output gradients) to the layouts of the
-        # gradients that its backward returns.
+        # Maps a result of `_asked` (a stage's signature, layouts of its output's gradients) to the layouts of the
+        # gradients that the stage's backward returns.
         self._given: dict[Hashable, Layouts] = {}
         # Maps each stage's index to whether each tensor of its output requires a gradient in training.
         self.needs_gradient: dict[int, list[bool]] = {}
         self._chain, self._stages = chain, chain.cut.stages
-        self._alike: dict[int, Hashable] = {}  # signature of each stage, without layouts of gradients
-        # Layouts of output gradients with which each stage is measured; empty if they are those of the outputs, as is
-        # assumed until the next stage has run. With a wrong layout, a backward would be measured with an extra copy.
+        self._alike: dict[int, Hashable] = {}  # maps each stage's index to its signature, without layouts of gradients
+        # For each stage, the layouts of its output's gradients with which it is measured; () if they are those of the
+        # output, as is assumed until the next stage has run. A wrong layout might cost its backward an extra copy.
         self.arriving: list[Layouts] = [()] * len(self._stages)
-        # Layouts of the gradients that each stage's backward returns; the last entry is the loss's.
+        # For each stage, and then for the loss, the layouts of the gradients that its backward returns.
         self._arrived: list[Layouts] = [()] * (len(self._stages) + 1)
-        # Shape and strides of each tensor in each stage's output; of a sharded tensor, those of the local shard.
+        # For each stage, shape and strides of each output tensor; of a sharded tensor, those of the local shard.
         self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in self._stages]
 
     def of(self, chain: WalkedChain) -> DiscoveryPass:
-        """Return a discovery pass for the same stages with other code. Both share what they find, by signature."""
+        """Return a discovery pass for `chain`, the same stages with other code. Both share findings by signature."""
         other = DiscoveryPass(chain, self._stepped)
         other._effects, other._trials, other._given = self._effects, self._trials, self._given
         return other
@@ -148,7 +148,7 @@ class DiscoveryPass:
         return {name for name, trial in self._trials[self._alike[number]].items() if trial.pays}
 
     def walk(self, progress: Progress | None = None, last: int | None = None) -> Any:
-        """Run the stages up to index `last`, by default all; return the last output."""
+        """Run the stages up to the index `last`, by default all; return the output of the last one."""
         value = self._chain.value
         for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
             if progress is not None:
@@ -157,21 +157,23 @@ class DiscoveryPass:
         return value
 
     def settle(self, of_output: Layouts | None = None) -> bool:
-        """Repeat passes until all gradients' layouts are known, given the loss's; return whether any has changed."""
+        """Repeat passes until the layouts of all gradients are known; return whether any layout has changed.
+
+        `of_output` has the layouts of the gradients that the loss returns.
+        """
         if of_output is not None:
             self._arrived[-1] = of_output
         chain, before = self._chain, list(self.arriving)
-        # This ends, since a stage's gradients depend only on later stages, so that each pass settles one more stage.
+        # Each pass settles at least one more stage, since a stage's gradients depend only on later stages.
         while anywhere((last := self._last_that_differs()) is not None, chain.group, chain.device):
             self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._arrived[1:], strict=True)]
-            # With several processes, run all stages: all must run equally many, but may differ in `last`.
+            # Several processes must run equally many stages, but may have different `last`: let each run all.
             self.walk(last=None if several_processes() else last)
         return anywhere(self.arriving != before, chain.group, chain.device)
 
     def _last_that_differs(self) -> int | None:
-        """Return the last stage that has to run again, since its output gradients have other layouts than in its run.
-
-        If a stage of the same signature has run with these layouts, take its result instead.
+        """Return the index of the last stage that must run again, since its output's gradients have other layouts than
+        assumed in its run. If a stage of equal signature has run with these layouts, its findings are taken instead.
         """
         last = None
         for stage in reversed(range(len(self._stages))):
@@ -189,13 +191,13 @@ class DiscoveryPass:
         return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
 
     def _to_run(self, number: int, arriving: Layouts) -> Layouts:
-        """Return `arriving` with None for tensors that the stage only passes on, whose layouts do not affect it."""
+        """Return `arriving` with None for tensors that the stage only passes on, whose layouts change no cost of it."""
         passed = offers_of(self._stages[number][1]).handed_on
         found = tuple(None if position in passed else each for position, each in enumerate(arriving))
         return found if any(found) else ()
 
     def _with_handed_on(self, number: int, given: Layouts, arriving: Layouts) -> Layouts:
-        """Return the layouts `given`, with those in `arriving` for gradients that only pass through the stage."""
+        """Return `given`, the layouts of the input's gradients, with those of `arriving` for tensors only passed on."""
         found = list(given)
         for end, begin in offers_of(self._stages[number][1]).handed_on.items():
             if end < len(arriving) and arriving[end] is not None and found[begin] is not None:
@@ -207,7 +209,7 @@ class DiscoveryPass:
         chain = self._chain
         with gathered(function, chain.cut.sharding):
             alike = stage_signature(function, value)
-            # The stage may contain collectives, so if its signature is new to one process, all processes run it.
+            # The stage may contain collectives, so if its signature is new in one process, run it in all.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
             self._alike[number] = alike
             arriving = self.arriving[number]
@@ -226,7 +228,7 @@ class DiscoveryPass:
                 if chain.layer_offers is not None:
                     saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
                     chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
-            # A stage of a known signature has not run above. Run it now for the input of the next stage.
+            # If its signature and layouts are known, the stage has not run above: run it for the next stage's input.
             value = chain.run(chain.runner(number), value) if made is None else made
             self._arrived[number] = self._with_handed_on(number, self._given[asked], arriving)
             self._outputs[number] = [(tensor.shape, tensor.stride()) for tensor in map(local, tensors_in(value))]
@@ -236,7 +238,7 @@ class DiscoveryPass:
     def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
-        # Captured stages own all of their parameters, and set no attributes: they need no `refuse_lost_gradients`.
+        # A captured stage owns all parameters that it uses, and sets no attributes: do not check it.
         described = not new or isinstance(function, HasKind)
         run = partial(
             stage_layouts,
@@ -247,9 +249,9 @@ class DiscoveryPass:
             arriving=self._to_run(number, self.arriving[number]),
             before_backward=None if described else partial(refuse_lost_gradients, name, function, Attributes(function)),
         )
-        # Trials watch runs through hooks on saved tensors. Autograd calls only the innermost of nested hooks, so watch
-        # the first trial in the main run, and others in runs of their own. With several processes, do not watch the
-        # main run, which would be repeated if hooks fail, but maybe only in some processes.
+        # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So one trial watches the main run,
+        # and the others watch runs of their own. If hooks fail, the main run is repeated; with several processes, it
+        # might fail only in some, so that no trial watches it.
         hooked = trials[:1] if not several_processes() else []
         for trial in trials[len(hooked) :]:
             with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
@@ -260,7 +262,7 @@ class DiscoveryPass:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                pass  # torch.func transforms reject hooks; the run below repeats any other failure
+                pass  # torch.func transforms refuse hooks; any other error is raised again by the next run
         return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
@@ -274,7 +276,7 @@ class DiscoveryPass:
 
 
 class _ForeignParameters(TorchDispatchMode):
-    """Collect in `found` the parameters that operators read and that belong to other modules than `function`."""
+    """Collect in `found` each parameter of `parameters` that operators read and that `function` does not own."""
 
     def __init__(self, function: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

@@ -1,6 +1,6 @@
-"""Fixed memory: the bytes of a step that every plan needs, such as parameters, gradients and optimizer state.
+"""Count fixed memory: the bytes of a step that every plan needs, such as parameters, gradients and optimizer state.
 
-Gradients of parameters that are stepped in the backward are not fixed: each is freed right after its parameter's step.
+Gradients of parameters that are stepped in the backward do not count: each is freed right after its parameter's step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNSPLIT = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SteppedParameters:
-    """The `parameters` that are stepped in the backward, and the scratch bytes of each one's step, by its id."""
+    """The `parameters` that are stepped in the backward. `scratch` maps their ids to temporary bytes of their steps."""
 
     scratch: Mapping[int, int] = field(default_factory=dict)
     parameters: tuple[torch.Tensor, ...] = ()
@@ -45,7 +45,7 @@ class SteppedParameters:
         return [each for each in parameters if id(each) not in self.scratch]
 
     def by_stage(self, cut: Cut) -> list[Stepped]:
-        """Return, by stage and parameter, the scratch bytes of its step; None if not stepped in this backward."""
+        """Return, for each parameter of each stage, the temporary bytes of its step in this backward, if any."""
         if not self:
             return [()] * len(cut.stages)
         seen: set[int] = set()
@@ -57,16 +57,16 @@ class SteppedParameters:
         return found
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
-        """Return, by stage, the bytes of shared parameters' gradients that its backward begins, minus those it ends."""
+        """Return, for each stage, the bytes of shared parameters' gradients that its backward begins less completes."""
         return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
 
     def summed_up(self, cut: Cut) -> tuple[int, ...]:
-        """Return the same as `waiting` for parameters that are not stepped in the backward, if `grad` is kept.
+        """Return the same as `waiting` for parameters that are not stepped in the backward and have a `grad` before.
 
-        Autograd then sums the gradients of all stages that share a parameter before it adds them to `grad`.
+        Autograd then sums the gradients of all stages that share a parameter before it adds the sum to `grad`.
         """
         if self.sharded:
-            return ()  # FSDP holds these sums, which count as communication
+            return ()  # such sums are in FSDP's buffers, which count as communication
         return _waiting([self.others(trained_parameters(function)) for _, function in cut.stages])
 
 
@@ -84,13 +84,12 @@ def _waiting(parameters: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
 
 
 NONE_STEPPED = SteppedParameters()
-"""No parameter is stepped in the backward."""
 
 
 def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> SteppedParameters:
-    """Return the trained parameters of `model` that `optimizer` steps in the backward; none if it is None.
+    """Return the parameters of `model` that `optimizer` steps in the backward; no parameters if `optimizer` is None.
 
-    Raises UnknownOptimizerError if the memory of the optimizer's step cannot be determined.
+    Raises UnknownOptimizerError if the temporary bytes of a step cannot be found.
     """
     if optimizer is None:
         return SteppedParameters(sharded=is_sharded(model))
@@ -103,9 +102,9 @@ def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None
 class FixedMemory:
     """Bytes on the device that every plan needs throughout the step.
 
-    `communication`: buffers for sending gradients and gathering sharded parameters. `batch`: the caller's input, but if
-    no layers run before the chain, only the part that the chain does not count. `other`: further allocations of this
-    process, and results that the caller holds to the end of the step.
+    `communication`: buffers for sending gradients and gathering sharded parameters. `batch`: the model's input, except
+    the part that counts as the chain's input. `other`: further allocations of this process, and outputs and the loss,
+    if the caller keeps them to the end of the step.
     """
 
     parameters: int = 0
@@ -121,7 +120,7 @@ class FixedMemory:
         return sum(getattr(self, each.name) for each in fields(self))
 
     def in_words(self) -> str:
-        """Return the nonzero parts with their sizes, as text."""
+        """Return a text with the size and the name of each field that is not 0."""
         sizes = {each.name: getattr(self, each.name) for each in fields(self)}
         words = [f"{format_bytes(size)} {name}" for name, size in sizes.items() if size]
         return ", ".join(words).replace(" optimizer", " optimizer state")
@@ -136,7 +135,7 @@ def known_memory(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> FixedMemory:
-    """Return the fixed memory of a step of `model` on `sample` that is known before measuring, with the whole batch."""
+    """Return the fixed memory of a step of `model` that is known before measuring; `batch` is the whole `sample`."""
     parameters, buffers = storages(_on(device, model.parameters())), storages(_on(device, model.buffers()))
     return FixedMemory(
         parameters=sum(parameters.values()),
@@ -152,14 +151,14 @@ def known_memory(
 def kept_gradient_bytes(
     model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
 ) -> int:
-    """Return the bytes of gradients held throughout the step: not those freed between steps (`fresh`) or `stepped`."""
+    """Return the bytes of gradients held throughout a step: not of those freed between steps (`fresh`) or `stepped`."""
     # `zero_grad` frees only gradients of the optimizer's parameters, so gradients of frozen parameters may stay.
     frozen = gradients_of(p for p in model.parameters() if not p.requires_grad)
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))
 
 
 def trained_bytes(model: nn.Module, device: torch.device, stepped: SteppedParameters = NONE_STEPPED) -> int:
-    """Return the bytes of gradients of all trained parameters on `device` that are not `stepped` in the backward."""
+    """Return the bytes of gradients of the trained parameters on `device` that are not `stepped` in the backward."""
     return bytes_like(p for p in stepped.others(model.parameters()) if p.requires_grad and p.device == device)
 
 
@@ -168,11 +167,11 @@ def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def unsplit_bytes(device: torch.device, saved: int) -> int:
-    """Return the bytes to reserve for unsplit blocks of CUDA's allocator, if the stages of a step save `saved` bytes.
+    """Return the bytes to reserve for unused ends of CUDA's memory blocks, if the stages of a step save `saved` bytes.
 
-    Of a free block, the allocator splits off the rest only if it has more than 1 MiB (`should_split` in
-    c10/cuda/CUDACachingAllocator.cpp), else the tensor takes the whole block; not so in expandable segments. On an
-    H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages. Reserve 8 MiB, or `saved` / 100 if less.
+    If a free block is larger than a tensor by at most 1 MiB, CUDA's allocator gives it the whole block (`should_split`
+    in c10/cuda/CUDACachingAllocator.cpp), except in expandable segments. On an H100, steps of 27 to 41 GB took up to
+    3.5 MiB more than their stages. Reserves 8 MiB, or `saved` / 100 if less.
     """
     if device.type != "cuda" or prediction() is not None or segments_expand(device):
         return 0
@@ -182,9 +181,9 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
 def unaccounted_bytes(
     device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
 ) -> int:
-    """Return the bytes that the process holds on the device beyond `accounted`; 0 on the CPU, where they are unknown.
+    """Return the bytes allocated on the device in addition to `accounted`; 0 on the CPU, where they are unknown.
 
-    Gradients and optimizer state that exist now do not count here, since `known_memory` includes them.
+    Subtracts gradients and optimizer state that exist now, since `known_memory` includes them.
     """
     if (predicted := prediction()) is not None:
         return predicted.workspace_bytes
@@ -206,12 +205,12 @@ def static_infeasibility(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> InfeasibleError | None:
-    """Return the error for a step of `model` on `sample` whose fixed memory exceeds `mem_limit`; None if it may fit.
+    """Return the error to raise if the fixed memory of a step of `model` on `sample` exceeds `mem_limit`; else, None.
 
-    The error's `min_bytes` are a lower bound of what a step needs: nothing is measured yet, such as saved tensors.
+    The error's `min_bytes` are a lower bound: a step also needs saved tensors, which are not measured yet.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
-    # When the optimizer steps, gradients exist even if they are freed between steps. The batch may be freed by then.
+    # When the optimizer steps, gradients exist even if they are freed between steps, and the batch may be freed.
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     stepping = known.total - known.batch + fresh
     least = max(known.total, stepping)

@@ -1,4 +1,4 @@
-"""Measured seconds and bytes of a model, and their conversion into a `rotor_solver.Chain`."""
+"""Convert measured seconds and bytes of a model into a `rotor_solver.Chain`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rotor_profiling import LossCost, StageCost
 from rotor_py.stage.compression import word_of
 from rotor_solver import Chain, Option, Stage
 
-# Scratch bytes of an operation that no plan may contain: more than any device has (256 TiB). The solver takes 1 PiB.
+# Temporary bytes of an operation that no plan may contain: 256 TiB, more than any device has. The solver allows 1 PiB.
 _NEVER = 2**48
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCost:
-    """Cost of the layers before the chain: seconds, and peak bytes beyond their output, which is the chain's input."""
+    """Cost of the layers before the chain: seconds, and peak bytes less those of their output, the chain's input."""
 
     seconds: float
     temp_bytes: int
@@ -25,12 +25,12 @@ class PrefixCost:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A tensor of `nbytes` that stages pass on beside their outputs: made by stage first - 1, last used by stage
-    `last`.
+    """A tensor of `nbytes` that stage first - 1 makes, that stage `last` is the last to read, and that the stages in
+    between do not get as input. If the model returns the tensor, `last` is the number of stages.
 
-    The tensor is in memory until the backward of stage `last`, and then, until the backward of the stage that made it,
-    its gradient of `gradient_bytes`. A tensor without a gradient counts until that backward, too, since earlier stages
-    may have saved it. If the model returns the tensor, `last` is the number of stages.
+    The tensor is in memory until the backward of stage `last`; from then on until the backward of the stage that made
+    it, its gradient of `gradient_bytes`. A tensor without a gradient counts until the latter backward, since earlier
+    stages may have saved it.
     """
 
     nbytes: int
@@ -41,9 +41,9 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A partial storage mode of a stage: its name, which follows "stored" in a report, and the stage's cost.
+    """A storage mode that stores a stage in part: its name, which reports print after "stored", and the stage's cost.
 
-    `moved_bytes` of the stage's saved tensors are offloaded between its forward and its backward.
+    `moved_bytes` of the stage's saved tensors may be offloaded between its forward and its backward.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Way:
 class Measurement:
     """Measured seconds and bytes of a training step: of its stages, its loss, and the layers before the chain.
 
-    `snapshot_bytes`: bytes of the copies of buffers and attributes that stages change, and of recorded routing
-    decisions, which a plan holds if it recomputes anything.
+    `snapshot_bytes`: bytes of copies of buffers and attributes that stages change, and of recorded decisions. They are
+    in memory if a plan recomputes any stage.
     """
 
     names: tuple[str, ...]
@@ -68,32 +68,33 @@ class Measurement:
     snapshot_bytes: int = 0
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
-    """Bytes of the last stage's outputs without gradient."""
+    """Bytes of the last stage's outputs that get no gradient."""
     other_outputs: int = 0
-    """Bytes of the model's outputs that no stage has made or read."""
+    """Bytes of those outputs of the model that no stage makes or reads."""
     outputs_held: bool = True
-    """Whether the caller holds outputs without gradient through the backward. If the model returns a loss, this is
-    False until a step shows otherwise."""
+    """Whether the caller keeps outputs that get no gradient through the backward. If the model returns a loss, this is
+    False until a step shows that the caller keeps them."""
     waiting_gradients: tuple[int, ...] = ()
-    """Bytes of gradients of shared parameters that each stage's backward begins, less those of gradients that it
-    completes. Only of parameters that are stepped in the backward, which are not in `gradient_bytes`."""
+    """For each stage, the bytes of gradients of shared parameters that its backward begins, less those that it
+    completes. Counts only parameters that are stepped in the backward, which `gradient_bytes` leaves out."""
     summed_gradients: tuple[int, ...] = ()
-    """The same for all other parameters, if their gradients exist before the step; empty if stages share none."""
+    """The same for parameters that are not stepped in the backward, if they have gradients before the step; empty if
+    stages share none."""
     sum_bytes: tuple[int, ...] = ()
-    """Bytes of the tensor that autograd allocates to sum the first two gradients of a shared parameter, by the stage
-    that makes the second; empty if it adds in place."""
+    """For each stage, the bytes that its backward allocates for the sum of the first two gradients of a shared
+    parameter; empty if autograd adds all gradients in place."""
     output_held: bool = True
-    """Whether the caller holds the last stage's outputs with gradient; False if only later graphs read them."""
+    """Whether the caller keeps the last stage's outputs that get a gradient; False if only later graphs read them."""
     ways: tuple[tuple[Way, ...], ...] = ()
-    """The partial storage modes of each stage: its n-th mode, from 1, is option n of the stage in the chain."""
+    """For each stage, the modes that store it in part: the n-th mode, from 1, is option n of the stage in the chain."""
     unrepeatable: tuple[int, ...] = ()
-    """Indices of stages that no plan may recompute, because another run of them has other outputs."""
+    """Indices of stages that no plan may recompute, because a second run of them returns other values."""
     spread: float = field(default=0.0, compare=False)
-    """Relative spread of the measured times of equal stages: the larger, the less certain are the seconds."""
+    """Relative spread of the times of a stage: the larger it is, the less certain are the measured seconds."""
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes that the caller holds of outputs of the model that the last stage has not made.
+        """Bytes of the model's outputs that the caller keeps and that earlier stages, or none, have made.
 
         Carried tensors among them count even if the caller drops outputs, since stages mostly save them.
         """
@@ -102,12 +103,12 @@ class Measurement:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that the stages' forwards leave in attributes until the next step."""
+        """Bytes of tensors that the stages' forwards leave in attributes until the next step."""
         return sum(cost.left_bytes for cost in self.stages)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the last stage's outputs that the caller holds."""
+        """Bytes of the last stage's outputs that the caller keeps through the backward."""
         output = self.stages[-1].activation_bytes if self.output_held else 0
         return output + (self.held_bytes if self.outputs_held else 0)
 
@@ -127,16 +128,16 @@ class Measurement:
 
     @property
     def way_names(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the partial storage modes of each stage, which are its options 1, 2, … in the chain."""
+        """For each stage, the names of its storage modes, which are its options 1, 2, … in the chain."""
         return tuple(tuple(way.name for way in ways) for ways in self.ways_by_stage)
 
     @property
     def fewer_bits(self) -> str | None:
-        """The value of `keep=` for the first storage mode that keeps fewer bits of values; None if none does."""
+        """The value of `keep=` of the first storage mode that rounds saved values; None if no mode does."""
         return word_of(name for names in self.way_names for name in names)
 
     def chain(self, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
-        """Return the chain for the solver. Its backwards allocate parameter gradients if these are freed between steps.
+        """Return the chain for the solver. With `fresh_gradients`, its backwards allocate the parameters' gradients.
 
         With several `forwards` in flight, they do not: gradients count as fixed, since the first backward makes all.
         """
@@ -146,8 +147,8 @@ class Measurement:
             gradient = list(self.gradient_bytes if fresh_gradients else self.summed_gradients or gradient)
         if self.waiting_gradients:
             gradient = [kept + waiting for kept, waiting in zip(gradient, self.waiting_gradients, strict=True)]
-        # The solver knows only activations that one stage passes to the next. So carried tensors count in the scratch
-        # memory of every stage during which they exist.
+        # The solver counts only activations that one stage passes to the next. So add carried tensors to the temporary
+        # bytes of every stage during which they exist.
         forward, backward, loss = [0] * length, list(self.sum_bytes or [0] * length), self.loss.temp_bytes
         for each in self.carried:
             for stage in range(each.first, length):
@@ -155,7 +156,7 @@ class Measurement:
                 if stage >= each.last or not each.gradient_bytes:  # otherwise, only its gradient still exists
                     backward[stage] += each.nbytes
             loss += each.nbytes
-            # The backward of the last stage that reads it leaves its gradient, which the maker's backward frees.
+            # The backward of stage `last` allocates the tensor's gradient, and that of the stage that made it frees it.
             gradient[min(each.last, length - 1)] += each.gradient_bytes
             if each.first:
                 gradient[each.first - 1] -= each.gradient_bytes
@@ -190,7 +191,7 @@ class Measurement:
 
 
 def _option(way: Way, first: StageCost, forward: int, backward: int, outputs_held: bool) -> Option:
-    # The solver takes one number of freed bytes for all options of a stage. If one frees fewer, count more as saved.
+    # In the solver, all options of a stage free equally many bytes. If a mode frees fewer, count more bytes as saved.
     cost = way.cost
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
     held += max(0, first.output_released_bytes - cost.output_released_bytes)
@@ -212,10 +213,10 @@ _LEAST = ("input_released", "output_released", "skipped_output_time")
 
 
 def costliest(chains: Sequence[Chain]) -> Chain:
-    """Return a chain with the maximum of each cost over `chains`, which several processes measured.
+    """Return a chain with the maximum of each cost over `chains`, each measured by another process.
 
-    The slowest process determines the time, since processes wait for each other in collectives. Of each stage's
-    options, takes those before the first whose name differs between chains.
+    The slowest process determines the time, since processes wait for each other in collectives. Leaves out the first
+    option of a stage whose name differs between chains, and the options after it.
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]
@@ -226,7 +227,7 @@ def costliest(chains: Sequence[Chain]) -> Chain:
         most = _most(
             same, "activation", "gradient", nograd_time="seconds_without_graph", nograd_temp="temp_without_graph"
         )
-        # Take the minimum of freed bytes and of saved seconds: a plan must be able to rely on them in all processes.
+        # Take the minimum of freed bytes and of skipped seconds, which the plan must reach in every process.
         least = {name: min(getattr(each, name) for each in same) for name in _LEAST}
         stages.append(Stage(options=tuple(map(_costliest_option, agreed)), name=same[0].name, **most, **least))
     return Chain(
@@ -242,6 +243,6 @@ def _costliest_option(same: Sequence[Option]) -> Option:
 
 
 def _most(same: Sequence[Any], *names: str, **sources: str) -> dict[str, Any]:
-    """Return the largest value of each field: `names` are fields, and `sources` maps a field to another attribute."""
+    """Map each field to the largest value in `same`; `sources` maps fields to attributes of another name to read."""
     sources |= {name: name for name in names}
     return {field: max(getattr(each, source) for each in same) for field, source in sources.items()}

@@ -1,4 +1,4 @@
-"""Costs of a model's stages, by which to divide them among the ranks of a pipeline: seconds, and bytes."""
+"""Compute the seconds and bytes of a model's stages, by which to divide them among the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rotor_solver import Chain
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """The `chain` for one microbatch; for each stage, the bytes that are `fixed` throughout the step, and those that
-    the optimizer's step adds (`stepping`). `boundaries`: indices of stages with which a rank may begin.
+    """The `chain` for one microbatch. For each stage, `fixed` has the bytes in memory throughout the step, `stepping`
+    those that the optimizer's step adds. `boundaries`: indices of stages with which a rank may begin.
     """
 
     chain: Chain
@@ -37,10 +37,10 @@ def pipeline_costs(
     batch_bytes: int = 0,
     optimizer: OptimizerCost | None = None,
 ) -> PipelineCosts:
-    """Return the costs of `model` with these `stages`, measured on one microbatch, with gradients held between steps.
+    """Return the costs of the `stages` of `model`, measured on one microbatch, if gradients stay between steps.
 
-    Parameters that several stages share count in each, since ranks cannot share them. Parameters and seconds of layers
-    before the chain count in the first stage; `batch_bytes` are the bytes of the microbatch that these layers read.
+    Parameters that several stages share count in each, since ranks do not share memory. Parameters and seconds of
+    layers before the chain count in the first stage; `batch_bytes`: bytes of the microbatch, which these layers read.
     """
     trained = [bytes_like(p for p in trained_parameters(stage) if p.device == device) for stage in stages]
     known: set[int] = set()
@@ -48,7 +48,7 @@ def pipeline_costs(
     for stage, gradients, cost in zip(stages, trained, measurement.stages, strict=True):
         own = storages(tensor for tensor in (*stage.parameters(), *stage.buffers()) if tensor.device == device)
         known.update(own)
-        # Each microbatch holds two copies of buffers that change: one to restore, one that a recomputation writes into.
+        # For each microbatch, buffers that change have two copies: one to restore, one that a recomputation writes to.
         snapshots = 2 * microbatches * bytes_like(moving_buffers(stage))
         fixed.append(sum(own.values()) + gradients + snapshots + microbatches * cost.left_bytes)
     rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)
@@ -66,7 +66,7 @@ def pipeline_costs(
 
 
 def _with_prefix(measurement: Measurement) -> Chain:
-    # The ranks of a pipeline share no parameters, so no gradients of shared ones are summed.
+    # Ranks of a pipeline share no parameters, so no backward sums the gradients of a shared one.
     chain = replace(measurement, summed_gradients=()).chain(fresh_gradients=False)
     prefix = measurement.prefix
     if prefix is None:

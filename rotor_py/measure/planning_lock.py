@@ -1,4 +1,4 @@
-"""Let only one thread of a process plan at a time, and keep the garbage collector from slowing it down."""
+"""Let only one thread of a process plan at a time, and keep the garbage collector from slowing the planning."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from threading import RLock
 
 planning = RLock()
-"""Lock held while a thread captures or measures a model, or solves for a plan.
+"""Lock of the thread that captures or measures a model, or solves for a plan.
 
-A process can run only one PyTorch profiler, two measurements at once would distort each other's times, and some of
-Numba's threading layers allow one caller only. Reentrant, since code that holds it calls the solver, which takes it.
+A process can run one PyTorch profiler only, simultaneous measurements would slow each other, and some of Numba's
+threading layers allow one caller only. Reentrant, since code that has acquired it calls code that acquires it again.
 """
 
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """Exclude objects that exist now from Python's garbage collection inside this context.
+    """Inside this context, exclude objects that exist on entry from Python's garbage collection.
 
-    Capturing a graph makes hundreds of thousands of objects, so the collector would scan all of torch's objects again
-    and again, which takes as long as ten steps of a small model.
+    Capturing a graph makes hundreds of thousands of objects, so that the collector scans all of torch's objects many
+    times, which takes as long as ten steps of a small model.
     """
-    if gc.get_freeze_count():  # do nothing: on exit, `unfreeze` would unfreeze objects that the caller has frozen
+    if gc.get_freeze_count():  # do nothing, since `unfreeze` would also unfreeze what the caller has frozen
         yield
         return
     gc.collect(1)  # free recent garbage, which may hold tensors

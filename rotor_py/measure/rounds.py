@@ -1,7 +1,7 @@
-"""Time stages in rounds through the chain, until the error of a step's time is small enough.
+"""Time the stages of a chain in rounds, until the time of a step is known well enough.
 
-Other programs slow the machine for short times, so a stage is not timed several times in a row, but once per round,
-with other stages in between. Stages of one signature share their times, and take turns in being timed.
+Other programs may slow the machine for a while, so a stage is not timed several times in a row, but once in each round.
+Stages of equal signature share their times: one of them is timed in each round, in turn.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate
 from rotor_profiling.timing import several_processes, spread
 
 FEWEST_ROUNDS = 2
-"""Number of rounds in which every stage is timed: in one in all storage modes, in the other as an autograd node."""
+"""Least number of rounds. One of them times all storage modes of a stage, and one times it as an autograd node."""
 MOST_ROUNDS = 32
 WELL_KNOWN, CLOSELY = 0.02, 0.005
-"""Relative error of a step's time at which rounds end. `CLOSELY` is for a limit chosen from the Pareto front: GPT-2's
-limit changes by 2 % if a plan's overhead is wrong by one percentage point of 20."""
+"""Relative error of a step's time at which rounds end. `CLOSELY` is for a limit chosen from the Pareto front: an error
+of one percentage point in a plan's overhead of 20 % would change GPT-2's limit by 2 %."""
 STEPS, STEPS_CLOSELY = 2.0, 24.0
-"""Upper bounds of the time of further rounds, in multiples of a step's. Guesses: with 2, planning takes about ten."""
+"""Upper bounds of the time of rounds after the first `FEWEST_ROUNDS`, as multiples of a step's time. Guesses: with 2,
+planning takes as long as about ten steps."""
 LITTLE_SECONDS = 0.05
-"""Seconds that further rounds may always take: short steps vary much, and users do not notice this wait."""
+"""Seconds that these rounds may take in any case: times of short steps vary much, and users do not notice so few."""
 TOO_FAR = 0.10
-"""Relative spread above which times from an earlier process are discarded."""
+"""Relative spread above which times from an earlier process are not used."""
 
 
 class StageTimes:
-    """Timed runs of stages by signature (`kind`). `closely`: aim at the smaller error that a Pareto front needs."""
+    """Seconds of stages by signature (`kind`). `closely`: time until the smaller error `CLOSELY` is reached."""
 
     def __init__(self, *, closely: bool = False) -> None:
         self._known, self._steps = (CLOSELY, STEPS_CLOSELY) if closely else (WELL_KNOWN, STEPS)
@@ -35,13 +36,13 @@ class StageTimes:
         self._exact: set[Hashable] = set()
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
-        """Add a timed run of a stage of this `kind`. `exact`: its clock has no error, so no further run is needed."""
+        """Add a timed run of a stage of this `kind`. `exact`: all runs would take equal seconds, so one suffices."""
         self._runs.setdefault(kind, []).append(run)
         if exact:
             self._exact.add(kind)
 
     def add_earlier(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
-        """Add runs timed by an earlier process, unless their large spread shows that the machine was busy."""
+        """Add runs that an earlier process timed, if their spread is so small that the machine was not busy then."""
         if spread([run.total for run in runs]) <= TOO_FAR:
             self._runs[kind] = list(runs)
 
@@ -52,22 +53,22 @@ class StageTimes:
         return estimate(self._runs[kind])
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
-        """Return the relative spread of equal stages' times: the mean over all stages, weighted by their times."""
+        """Return the mean relative spread of the times of a stage, over all stages, weighted by their seconds."""
         seconds = [self._seconds(kind) for kind in kinds]
         total = sum(seconds)
         spreads = (spread([run.total for run in self._runs[kind]]) for kind in kinds)
         return sum(each * share for each, share in zip(spreads, seconds, strict=True)) / total if total else 0.0
 
     def wanted(self, kinds: Sequence[Hashable]) -> set[int]:
-        """Return the indices of the stages to time next, one for each kind. `kinds` has the kind of every stage."""
+        """Return the indices of the stages to time in the next round; none to end. `kinds`: the kind of every stage."""
         wanted = {kind for kind in kinds if self._missing(kind)} - self._exact
-        # With several processes, time no further rounds: their clocks differ, but they must run equally often.
+        # Several processes must run stages equally often, but measure different times: let them time no more rounds.
         if not wanted and not several_processes() and self._another_round(kinds):
             wanted = {*kinds} - self._exact
         return {self._turn(kind, kinds) for kind in wanted}
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
-        """Whether the next run of a `kind` must time all storage modes, or else only that which stores everything."""
+        """Whether the next run of a `kind` must time all storage modes, not only the mode that stores everything."""
         return several_processes() or not self._runs.get(kind) or not self._missing(kind)
 
     def again_wanted(self, kind: Hashable) -> bool:
@@ -87,7 +88,7 @@ class StageTimes:
     def _another_round(self, kinds: Sequence[Hashable]) -> bool:
         distinct = {*kinds}
         rounds = min(len(self._runs[kind]) for kind in distinct)
-        # After FEWEST_ROUNDS, each mode and the node were timed only once, so their error is unknown.
+        # In FEWEST_ROUNDS rounds, some modes and the node are timed only once, so their error is unknown.
         known = rounds > FEWEST_ROUNDS and self.spread(kinds) <= self._known * sqrt(rounds)
         if known or rounds >= MOST_ROUNDS:
             return False

@@ -1,11 +1,10 @@
-"""Measure the stages of a chain one by one, in several passes.
+"""Measure the stages of a chain one by one, in several passes, each from the first stage on.
 
-At most one stage holds an autograd graph at a time, as in the plan of lowest peak, and no checkpoint is held.
-Each pass starts at the first stage:
+At any time, at most one stage has an autograd graph, as in the plan of lowest peak, and no checkpoint is in memory.
 
  1. Discovery passes find effects of recording a graph, and are repeated until the layouts of gradients are known.
- 2. One pass measures the bytes of each stage signature, and times a stage of it once.
- 3. Further passes time the stages (`rounds`).
+ 2. One pass measures the bytes of one stage of each signature, and times it.
+ 3. Further passes time stages (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ from rotor_solver.watching import Progress
 
 
 class CarriedTensors:
-    """Tracks carried tensors while a chain is measured: `now` maps names to indices of tensors of the current input."""
+    """Tracks carried tensors from stage to stage: `now` maps their names to indices of tensors in the current input."""
 
     def __init__(self) -> None:
         self.now: Mapping[str, int] = {}
@@ -85,14 +84,14 @@ class CarriedTensors:
         return [tensors[position] for position in self.now.values()]
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
-        """Record gradient bytes of carried tensors; `sizes` has them for all tensors of the stage's input."""
-        # Take the maximum over stages, as each may return the gradient in a storage of another size.
+        """Record the bytes of carried tensors' gradients; `sizes` has those of all tensors of the stage's input."""
+        # Take the maximum over stages, since each may return a gradient in a storage of another size.
         for name, position in self.now.items():
             known = self.found[name]
             self.found[name] = replace(known, gradient_bytes=max(sizes[position], known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
-        """Go on to `stage` with the input `value`, carried tensors at `positions`. `owned` storages take no bytes."""
+        """Go on to `stage`, whose input `value` has carried tensors at `positions`. `owned` storages do not count."""
         self.now = positions
         for name, tensor in zip(positions, self.tensors(value), strict=True):
             if name not in self.found:
@@ -105,12 +104,12 @@ class MeasuringOptions:
     """Options for measuring the stages of a chain, and the loss after them.
 
     `fresh_gradients`: gradients are freed between steps. `stepped`: parameters stepped in the backward. `keepers`:
-    storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. The processes of `group` measure
-    the same stages together. `as_node`: runs a stage as an autograd node. `cache`: use measurements of earlier
-    processes, and store new ones. `closely`: times need a small error, since a limit is chosen from the Pareto front.
-    `progress` is called with the number of finished stages, the number of stages, and the next stage's name.
-    `loss_temp_bytes`: scratch bytes to assume if no `loss` is given. `outputs_held`: the caller holds all outputs,
-    even if the model returns a loss.
+    storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. `group`: processes that measure
+    the same stages together. `as_node`: runs a stage as an autograd node. `cache`: read measurements of earlier
+    processes from disk, and write new ones. `closely`: measure times with a small error, for a Pareto front.
+    `progress`: called with the number of finished stages, the number of stages, and the next stage's name.
+    `loss_temp_bytes`: temporary bytes to assume for the loss if no `loss` is given. `outputs_held`: the caller keeps
+    all outputs through the backward, even if the model returns a loss.
     """
 
     preserve_rng_state: bool = True
@@ -129,7 +128,7 @@ class MeasuringOptions:
 
 
 class StageMeasurer:
-    """Measures the stages of a chain on the input `value`. Of equal stages, measures only the bytes of the first.
+    """Measures the stages of a chain on the input `value`. Measures the bytes of only one stage of each signature.
 
     `silent`: indices of the chain's output tensors that get no gradient.
     """
@@ -148,9 +147,9 @@ class StageMeasurer:
         self._device = device
         self._options = options
         self.stepped = options.stepped
-        # Addresses of the storages of `value`, which the caller holds: stages do not count them.
+        # Addresses of the storages of `value`, which belong to the caller, so that no stage counts them.
         self._owned = list(storages(tensors_in(value)))
-        # Maps signatures to the context in which one such stage was measured, and its measured bytes.
+        # Maps signatures to the context in which one stage of it was measured, and to its measured bytes.
         self._known: dict[Hashable, tuple[StageContext, StageFindings]] = {}
         # Signatures with new measurements that are not in the cache yet.
         self._unkept: set[Hashable] = set()
@@ -162,7 +161,7 @@ class StageMeasurer:
             words = tuple(keeper.name for keeper in options.keepers)
             self._cache = measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
-        # Of a view, such as a microbatch, count only its own bytes: the rest of the batch counts as fixed.
+        # If the input is a view, such as a microbatch, the rest of the viewed batch counts as fixed.
         self._input_bytes = 0 if cut.input_owned else view_bytes(tensors_in(self._input))
         rng, keepers = options.preserve_rng_state, tuple(options.keepers)
         self._chain = WalkedChain(cut, self._input, device, silent, options.group, rng, keepers, layer_offers)
@@ -170,8 +169,8 @@ class StageMeasurer:
         self._forget_stages()
 
     def of(self, cut: Cut) -> StageMeasurer:
-        """Return a measurer for the same chain and input with the stages of `cut`, for example compiled ones."""
-        other = copy(self)  # shares measurements by signature
+        """Return a measurer of the same chain on the same input, with the stages of `cut`, such as compiled ones."""
+        other = copy(self)  # shares the dicts that map signatures to measurements
         other._chain = replace(self._chain, cut=cut)
         other._survey = self._survey.of(other._chain)
         other._forget_stages()
@@ -182,14 +181,14 @@ class StageMeasurer:
         self._survey.walk(progress)
         self._survey.settle()
         self._measure(progress)
-        value = self._input  # run again for the output, which might not have fitted into memory while measuring
+        value = self._input  # run again for the output, which was freed, as it might not fit into memory with a graph
         for number, (_, function) in enumerate(self._chain.cut.stages):
             with gathered(function, self._chain.cut.sharding):
                 value = self._chain.run(self._chain.runner(number), value)
         return value
 
     def settle_layouts(self, of_output: Layouts) -> None:
-        """Measure all stages again if gradients have other layouts than assumed; `of_output` has those of the loss."""
+        """Measure all stages again if gradients have other layouts than assumed, given those that the loss returns."""
         if self._survey.settle(of_output):
             self._measure()
 
@@ -201,7 +200,7 @@ class StageMeasurer:
                 progress(number, len(stages), name)
             value = self._measure_stage(number, value)
         remember_moved_elsewhere(function for _, function in stages)
-        # Count the chain's outputs that get no gradient, except carried tensors.
+        # Bytes of the chain's outputs that get no gradient, except carried tensors.
         outputs = tensors_in(value)
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)
@@ -211,7 +210,7 @@ class StageMeasurer:
         self._time()
 
     def time_again(self) -> float:
-        """Time all stages once more; return the sum of their seconds in this pass, a step's."""
+        """Time all stages once more; return the sum of their seconds in this pass."""
         self._time_stages({*range(len(self._chain.cut.stages))})
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
@@ -238,7 +237,7 @@ class StageMeasurer:
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
-            # A recomputation allocates each tensor again that the stage's forward has left in an attribute.
+            # A recomputation allocates the tensors that the stage's forward leaves in attributes a second time.
             snapshot_bytes=_snapshot_bytes(cut) + self._decided_bytes + sum(each.left_bytes for each in stages),
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
@@ -252,7 +251,7 @@ class StageMeasurer:
         self._carried = CarriedTensors()
         self._held_bytes = 0
         self._steps = self.stepped.by_stage(self._chain.cut)
-        self._decided_bytes = 0  # bytes of all stages' recorded routing decisions
+        self._decided_bytes = 0  # bytes of the recorded routing decisions of all stages
         self.activation_bytes = self._input_bytes
 
     def _measure_stage(self, number: int, value: Any) -> Any:
@@ -276,7 +275,7 @@ class StageMeasurer:
 
     def _wanted(self) -> set[int]:
         wanted = self._times.wanted(self._kinds)
-        # A stage may contain collectives, so if one process wants to time it, all processes time it.
+        # A stage may contain collectives, so if one process needs another time of it, all processes time it.
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._options.group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
@@ -297,7 +296,7 @@ class StageMeasurer:
                             watch,
                             as_node=self._options.as_node,
                             again=again,
-                            hand_on=number < last,  # hold an output only if needed, since it may not fit
+                            hand_on=number < last,  # keep no output without need, since it may not fit into memory
                         )
                         self._times.add(kind, run, exact=watch.exact)
                     else:
@@ -319,7 +318,7 @@ class StageMeasurer:
         apart = tuple(carried.values())
         arriving = self._survey.arriving[number]
         last = number == len(self._chain.cut.stages) - 1
-        # The key has the signature, effects, and bytes of the input, which leave out carried and owned tensors.
+        # The key has the signature, effects, and bytes of the input without carried and owned tensors.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         alike = stage_signature(function, value), named_values(function)
@@ -331,18 +330,18 @@ class StageMeasurer:
             fresh = self._options.fresh_gradients or any(each is not None for each in stepped)
             context = StageContext(self._device, self.activation_bytes, owned, fresh, *places)
             memory = self._weigh(number, value, context, kind)
-            # Without this stage's addresses, the context serves to time other stages of its signature, too.
+            # Without `owned`, the addresses of this stage, the context holds for all stages of this signature.
             self._known[kind] = replace(context, owned=()), memory
         self._kinds.append(kind)
         _, memory = self._known[kind]
         remember_moving(function, memory.moving)
-        if memory.undecided:  # do not watch for routing decisions, which may take longer than the stage itself
+        if memory.undecided:  # do not record routing decisions, which may take longer than the stage itself
             remember_undecided(function)
         return memory
 
     def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageFindings:
         kept = None if self._cache is None else self._cache.find(kind)
-        # Use a cached measurement only if this stage offers all of the storage modes that were measured.
+        # Use a measurement from the cache only if this stage still offers all storage modes in it.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             self._times.add_earlier(kind, kept[1])
             return kept[0]
@@ -351,7 +350,7 @@ class StageMeasurer:
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
         offered = offered_everywhere(paying, self._options.group, self._device)
         with stopwatch(self._device) as watch:
-            # An exact clock would count the memory meter's work, too, so do not time this run with one.
+            # A predicted time (`exact`) would include the memory meter's work, so do not time this run.
             ways = self._stored(number, offered)
             found, run = measure_ways(ways, value, context, None if watch.exact else watch)
         less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
@@ -380,7 +379,7 @@ class StageMeasurer:
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
-    # Bytes of gradients that each backward leaves. A shared parameter's counts in its last stage, the first to make it.
+    # For each stage, the bytes of gradients that its backward allocates: of a shared parameter, the last stage's does.
     seen: set[int] = set()  # ids of parameters, since `==` of tensors is elementwise
     result = []  # from the last stage on, in backward order
     for _, function in reversed(cut.stages):
@@ -391,7 +390,7 @@ def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
 
 
 def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
-    # Autograd adds a shared parameter's gradients in place, except the first two if the first is a view.
+    # Autograd sums gradients of a shared parameter in place, but allocates the first sum if the first one is a view.
     views: dict[int, bool] = {}
     result = [0] * len(stages)
     for number, (_, function) in reversed([*enumerate(cut.stages)]):
@@ -403,13 +402,13 @@ def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    # An upper bound: a buffer that a forward changes counts twice, for a copy to restore and one to write into.
+    # An upper bound. A buffer that a forward changes counts twice: a recomputation writes to a copy of its copy.
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)
 
 
 class MeasuredCut(NamedTuple):
-    """The stages of a model, for example compiled ones, and their measured seconds and bytes."""
+    """The stages of a model, such as compiled ones, and their measured seconds and bytes."""
 
     cut: Cut
     measurement: Measurement
@@ -418,10 +417,10 @@ class MeasuredCut(NamedTuple):
 def measure(
     cut: Cut, value: Any, device: torch.device, options: MeasuringOptions, layer_offers: LayerOffers | None = None
 ) -> Measurement:
-    """Measure every stage of `cut` on the input `value`, and the loss.
+    """Return the seconds and bytes of all stages of `cut` on the input `value`, and of the loss.
 
-    Raises UnusableLossError if the loss cannot be used for training, and ValueError for a device type whose memory
-    cannot be measured. Errors of a stage pass through, with a note that names the stage.
+    Raises UnusableLossError if the loss is no scalar that requires a gradient, and ValueError for a device type whose
+    memory cannot be measured. Errors of a stage pass through, with a note that names the stage.
     """
     stages = StageMeasurer(cut, value, device, options, layer_offers=layer_offers)
     output = stages.walk(options.progress)
@@ -436,5 +435,5 @@ def measure(
 
 
 def unmeasured_loss(device: torch.device, temp_bytes: int) -> LossCost:
-    """Return the assumed cost of an unknown loss. It holds two scalars: its value, and the gradient of that."""
-    return LossCost(0.0, temp_bytes, 2 * allocated(8, device.type))  # at most eight bytes each
+    """Return the assumed cost of an unknown loss, which keeps two scalars: its value, and the gradient of its value."""
+    return LossCost(0.0, temp_bytes, 2 * allocated(8, device.type))  # a scalar has at most eight bytes

@@ -1,4 +1,4 @@
-"""Choose which storage modes of stages are measured, which of these are timed, and which the solver may use."""
+"""Choose which storage modes of stages to measure, which to time, and which to give to the solver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rotor_py.stage.runner import StageRunner, run_offloadable
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """Return the leading names that are equal in all processes, whose shards, and so modes, may differ. Collective."""
+    """Return the leading `names` that are equal in all processes, whose shards may offer other modes. Collective."""
     every = [names] if group is None else gather_objects(names, group, device)
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*every, strict=False))
     return tuple(name for name, *_ in shared)
@@ -30,8 +30,8 @@ def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, de
 def saving_ones(
     whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[tuple[str, StageBytes]]:
-    """Return the modes that, in any process, save clearly fewer bytes than the mode on which they build (`base_of`), or
-    else than the fully stored stage. A returned mode that keeps all bits of values replaces that on which it builds.
+    """Return the modes that in any process save clearly fewer bytes (`clearly_less`) than the mode to which they add a
+    keeper (`base_of`), or without one, than the `whole` stage. Drops that mode if the added keeper does not round.
     """
     saved = {name: way.saved_bytes for name, way in ways}
     found, replaced = [], set()
@@ -46,8 +46,8 @@ def saving_ones(
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Drop each mode if another one, or storing everything, needs no more bytes of any sort, and no more seconds."""
-    if several_processes():  # all processes must have the same modes, but measure different times
+    """Drop each mode if another one, or storing everything, takes no more bytes of any kind and no more seconds."""
+    if several_processes():  # drop none: all processes must have the same modes, but measure different times
         return tuple(ways)
     needs = [_needs(whole), *(_needs(way.cost) for way in ways)]
 
@@ -79,9 +79,9 @@ def offloadable_bytes(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[str, int]:
-    """Return the bytes that a stage with the input `value` can offload in each storage mode of `ways`.
+    """Map each storage mode in `ways` to the bytes that a stage with the input `value` can offload in it.
 
-    `runners` has a runner for each mode. If a mode can offload in one process of `group`, all processes return it.
+    `runners` has a runner for each mode. Drops modes that can offload nothing in any process of `group`.
     """
     found = [(way, _offloadable_bytes(runner, value, device)) for way, runner in zip(ways, runners, strict=True)]
     return {way: size for way, size in found if anywhere(size > 0, group, device)}
@@ -96,14 +96,14 @@ def _offloadable_bytes(runner: StageRunner, value: Any, device: torch.device) ->
 
 
 def with_offloading(ways: Iterable[Way], nbytes: Mapping[str, int]) -> tuple[Way, ...]:
-    """Return, for each of `ways` in `nbytes`, the storage mode that offloads up to that many of its saved bytes."""
+    """Return, for each of `ways` in `nbytes`, a further mode that offloads at most that many of its saved bytes."""
     found = []
     for way in ways:
         if way.name in nbytes:
-            # Leave out saved bytes that are freed with the output: offloading them would free nothing.
+            # Do not count saved bytes that are freed with the output anyway: offloading them would free nothing.
             moved = max(0, min(nbytes[way.name], way.cost.saved_bytes - way.cost.output_released_bytes))
             name = both(way.name, ELSEWHERE.name) if way.name else ELSEWHERE.name
-            # All processes must have the same modes, so with several, add the mode even if it offloads nothing.
+            # All processes must have the same modes: if there are several, add a mode even if it offloads nothing here.
             if moved or several_processes():
                 found.append(Way(name, way.cost, moved))
     return tuple(found)
