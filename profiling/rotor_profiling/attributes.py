@@ -1,6 +1,6 @@
 """Record and restore plain attributes that a module's forward changes, such as a count of calls.
 
-Parameters, buffers and submodules are not plain attributes: a module keeps them in separate tables. Modules generated
+Parameters, buffers and submodules are not plain attributes: a module keeps them in separate dicts. Modules generated
 from a graph (`HasKind`) set no attributes, so their attributes are not recorded.
 """
 
@@ -59,11 +59,11 @@ class Change:
         return self.values is None and self.version is not None and self.value._version != self.version
 
     def restore_for_recompute(self) -> None:
-        """Restore the attribute for a recomputation, which writes to a tensor with a copy, so clone the copy."""
+        """Restore the attribute for a recomputation, which may overwrite a tensor's values: so clone their copy."""
         self._set(self.value if self.values is None else self.values.clone())
 
     def put_back(self) -> None:
-        """Restore the former object as the attribute, with its former contents and values."""
+        """Restore the object that the attribute had before the run, with its contents and values of that time."""
         if self.values is not None:
             # A write to `data` does not raise the version counter, which autograd compares in its backward.
             self.value.data.copy_(self.values)
@@ -104,7 +104,7 @@ class Attributes:
     def after_run(self) -> Callable[[], list[Change]]:
         """Return a function that lists the changes since the snapshot, for a recomputation.
 
-        Frees copies of tensors that no run since the snapshot wrote into. Raises RuntimeError like `changes`.
+        Frees copies of tensors that no run since the snapshot wrote to. Raises RuntimeError like `changes`.
         """
         written = {(change.module, change.name) for change in self.changes() if change.values is not None}
         before = [
@@ -139,7 +139,7 @@ def sets_attributes(function: Callable[..., Any]) -> bool:
 
 
 def kept_bytes(function: Callable[..., Any]) -> int:
-    """Return the bytes of tensors in changing attributes, of which a recomputation of `function` needs the old ones."""
+    """Return the bytes of the former tensors in changing attributes, which a recomputation of `function` needs."""
     modules = modules_of(function, but=HasKind)
     owned = _owned(modules)
     return sum(
@@ -222,7 +222,7 @@ def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator
 def _differences(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[tuple[Change, bool]]:
     """Yield each changed attribute, and whether the run wrote to its tensor in place."""
     now = vars(module)
-    if now.keys() == values.keys() and all(map(operator.is_, now.values(), values.values())):  # most modules
+    if now.keys() == values.keys() and all(map(operator.is_, now.values(), values.values())):  # true for most modules
         changed = set()
     else:
         names = (now.keys() | values.keys()) - _TABLES

@@ -150,7 +150,7 @@ def operators_as_called() -> Iterator[None]:
             push_function_mode(mode)
 
 
-# CUDA libraries allocate workspaces at first use, and keep them. Use them before planning, so that plans count these.
+# CUDA libraries allocate workspaces at their first use, and keep them. Allocate these before planning, to count them.
 
 
 def allocate_workspaces(model: nn.Module, device: torch.device) -> None:

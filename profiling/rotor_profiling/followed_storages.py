@@ -78,7 +78,7 @@ def _called_by_engine(frame: FrameType | None) -> bool:
 
 
 class FollowedStorages(TorchDispatchMode):
-    """Follow the storages created while the mode is active, until they are released; of fake, meta or real tensors."""
+    """Dispatch mode that follows storages of real, fake or meta tensors that operators make, until their release."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

@@ -42,9 +42,8 @@ def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for _, _, tensor in parameter_slots(function)}.values())
 
 
-# Ctrl-C may interrupt any instruction, even of code that undoes a change. So a function that undoes a change is put
-# into a list before the change. If Ctrl-C ends a context before it has called all functions of its list, the enclosing
-# context calls the rest. A second call of such a function does no harm.
+# Ctrl-C may interrupt any instruction, even of code that undoes changes. So a function that undoes a change, and may be
+# called twice, is put into a list before the change. If a context ends without calling all, the enclosing context does.
 
 Undoing = list[Callable[[], object]]
 
@@ -124,8 +123,8 @@ def own_parametrizations() -> Iterator[None]:
 def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[list[torch.Tensor]]:
     """Give `function` aliases of its parameters and copies of its buffers inside this context.
 
-    Yields the aliases, which receive the gradients: hooks of the parameters do not fire. On exit, restores the RNG
-    state and attributes, except caches.
+    Yields the aliases, which get the gradients: hooks of parameters do not run. On exit, also restores the RNG state
+    and attributes, except caches.
     """
     parameters, buffers = parameter_slots(function), buffer_slots(function)
     # Copies of parameters would double their memory, and nothing writes to them. Keys are ids, since `==` of tensors is
@@ -151,7 +150,7 @@ class Buffers:
             table.update(before)  # keeps buffers that a module's first forward creates
         with torch.no_grad():
             for tensor, copy in self._copies.values():
-                if tensor.shape != copy.shape:  # resized
+                if tensor.shape != copy.shape:  # the buffer was resized
                     tensor.set_(copy)  # type: ignore[call-overload]  # torch's stubs know storages only
                 elif not equal(tensor, copy):  # a needless write would invalidate tensors that autograd saved
                     tensor.copy_(copy)

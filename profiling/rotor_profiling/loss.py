@@ -24,7 +24,7 @@ class UnusableLossError(DescribedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """Seconds of a loss, bytes while it runs (`temp_bytes`), and bytes until the step ends (`kept_bytes`)."""
+    """Seconds of a loss, its peak bytes (`temp_bytes`), and bytes of its value and first gradient (`kept_bytes`)."""
 
     seconds: float
     temp_bytes: int

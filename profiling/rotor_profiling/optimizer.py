@@ -246,7 +246,7 @@ def _twin(
     foreach: bool = False,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    # The constructor's arguments are unknown, so use `copy.copy`. It drops hooks and attributes; the latter are copied.
+    # The constructor's arguments are unknown: use `copy.copy`. It drops hooks, and attributes, which are copied below.
     parameters = [parameter for group in groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
     twins = {id(each): copy.copy(each) for each in with_inner(optimizer)}
@@ -318,7 +318,7 @@ _NAMES = (
 
 
 def steps_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `optimizer` has a class in `_NAMES` and torch's own `step`, so that it steps each one alone."""
+    """Return whether `optimizer` has a class in `_NAMES` and torch's `step`, which steps each parameter by itself."""
     known = [getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)]  # Muon: since torch 2.9
     mine = plain_step(type(optimizer))
     return any(isinstance(optimizer, kind) and mine is plain_step(kind) for kind in known)
@@ -349,7 +349,7 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int:
-    """Return temporary bytes of a step of all parameters but the ids `apart`. Raises UnknownOptimizerError."""
+    """Return the temporary bytes of a step without the parameters with ids in `apart`; raise as `optimizer_cost`."""
     groups = [
         {**group, "params": [each for each in group["params"] if each.requires_grad and id(each) not in apart]}
         for group in optimizer.param_groups

@@ -47,9 +47,8 @@ from rotor_solver.described_error import InvalidStateError
 def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], device: torch.device) -> int:
     """Return the largest number of bytes allocated on `device` at any moment while `step` runs.
 
-    On CUDA, these are the bytes of all tensors of the process. On the CPU, which has no such counter, they are the
-    bytes of the tensors `present` (parameters, buffers, gradients, optimizer state, the batch) plus those that `step`
-    allocates beyond them.
+    On CUDA, counts all tensors of the process. On the CPU, which has no such counter, counts the tensors `present`
+    (parameters, buffers, gradients, optimizer state, the batch), and those that `step` allocates.
     Raises ValueError for a device type whose allocator cannot be read.
     """
     return measured_phases(lambda mark: step(), present, device)[""].peak
@@ -113,7 +112,7 @@ class CpuWatch:
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
-        # In another thread, do nothing: the profiler runs until the watch's own thread starts another one (Rule 3).
+        # In another thread, do nothing: the profiler runs until the watch's thread starts another profiler (Rule 3).
         if not self._in_its_thread():
             return None
         if _in_engine():
@@ -129,7 +128,7 @@ class CpuWatch:
         return self._listens and getattr(_in_thread, "watch", None) is self
 
     def give_way(self) -> None:
-        """Stop because another profiler is about to start. Raises RuntimeError inside a backward."""
+        """Stop, since another profiler is about to start; inside a backward, where this fails, raise RuntimeError."""
         self.stop()
         if self._listens and torch_compat.profiler_enabled() and _in_engine():
             raise InvalidStateError(

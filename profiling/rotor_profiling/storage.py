@@ -70,7 +70,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Hashable, Hashable] | None:
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Map the address of each storage of `tensors` to its bytes, as the device's allocator counts them.
 
-    Leaves out empty storages, which all have the address 0. A fake tensor's storage has the address of its C++ object.
+    Leaves out empty storages, which all have the address 0. For a fake storage, the address is that of its C++ object.
     """
     sizes: dict[int, int] = {}
     for tensor in [part for each in tensors for part in dense_parts(each)]:
@@ -119,7 +119,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two tensors have equal values; if either has no values, whether shape and dtype agree."""
+    """Return whether two tensors have equal values; if either is fake or meta, whether shape and dtype are equal."""
     if has_values(found) and has_values(expected):
         return torch.equal(found, expected)
     return found.shape == expected.shape and found.dtype == expected.dtype

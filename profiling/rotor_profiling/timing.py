@@ -69,7 +69,7 @@ def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[],
 
 
 def lower_quartile(samples: list[float]) -> float:
-    """Return the lower quartile of the seconds `samples`: other programs only slow runs, so it is more typical."""
+    """Return the lower quartile of the seconds `samples`: other programs only slow runs, so fast runs are typical."""
     return _quantile(samples, 0.25)
 
 

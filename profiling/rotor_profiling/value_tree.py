@@ -54,7 +54,7 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:
     """Return the leaves and the structure of a value. Opens objects that have leaves of class `of`, or `every` one."""
     given, tree = torch_compat.tree_flatten(value)
-    if all(type(leaf) in _PLAIN for leaf in given):  # most values
+    if all(type(leaf) in _PLAIN for leaf in given):  # true for most values
         return given, tree
     leaves, structure = _flatten(given, tree, _Search(of, every), 0)
     return (leaves, structure) if every or any(isinstance(leaf, of) for leaf in leaves) else (given, tree)

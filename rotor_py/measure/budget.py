@@ -114,7 +114,7 @@ class Budget:
         """Return the seconds of all forwards in flight, of their losses and of their backwards."""
         if sequence.moves is not None:
             assert self.link is not None
-            # All forwards in flight follow a sequence with offloading.
+            # Every forward in flight follows this sequence.
             return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, self.link).makespan
         return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
 
@@ -154,7 +154,7 @@ class Budget:
         return f"{format_bytes(self.freed_gradients)} of gradients are freed in the backward, which steps parameters"
 
     def moved_in_words(self, sequence: Sequence) -> str:
-        """Return, as text, the bytes that `sequence` offloads; empty if nothing may be offloaded."""
+        """Return a text with the bytes that `sequence` offloads; empty if no tensor may be offloaded."""
         if self.link is None:
             return ""
         if nbytes := self.moved_bytes(sequence):
@@ -285,7 +285,7 @@ class Budget:
     def with_gradients_of(
         self, model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
     ) -> Budget:
-        """Return this budget with at least the fixed bytes of the gradients that a step of `model` has now."""
+        """Return this budget with fixed gradients of at least the bytes that `kept_gradient_bytes` finds now."""
         waiting = trained_bytes(model, device) if self.forwards > 1 else 0
         kept = waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
         return replace(self, fixed=replace(self.fixed, gradients=max(self.fixed.gradients, kept)))
@@ -309,8 +309,7 @@ def in_nodes(chain: Chain) -> Chain:
     """Return the chain for stages that run as custom autograd nodes, each with a graph separate from the caller's."""
     stages = []
     for stage in chain.stages:
-        # In a node, a stored stage has a graph of its own, like a recomputed one, and may keep its output, which a
-        # recomputed one does not compute: take the larger bytes.
+        # In a node, a stored stage has a graph of its own, as if recomputed, but an output, too: take the larger bytes.
         temp = [max(each.backward_temp, each.backward_temp_of_replay) for each in stage.options]
         options = tuple(replace(each, backward_temp=most) for each, most in zip(stage.options, temp, strict=True))
         stages.append(replace(stage, options=options))

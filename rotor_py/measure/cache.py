@@ -62,7 +62,7 @@ _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "pureli
 def code_of(kind: type) -> str | None:
     """Return a digest of the code that a class may run: the user's imported files, and the libraries' versions.
 
-    Returns None for a class defined in a function or a notebook, and if a file is newer than this process.
+    Returns None for a class defined in a function or a notebook, and if a file was written after `_STARTED`.
     """
     module = sys.modules.get(kind.__module__)
     if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):
@@ -204,8 +204,8 @@ def cache_folder() -> Path:
 
 
 def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementCache | None:
-    """Return the cache for `device` and these `settings`; None if measurements may not be read from disk now."""
-    # Several processes must measure the same stages, but may find others on disk. A dispatch mode may change operators.
+    """Return the cache for `device` and these `settings`; None if it must not or cannot be used."""
+    # Several processes must measure the same stages, but may have others on disk. A dispatch mode may change operators.
     if several_processes() or current_dispatch_mode() is not None:
         return None
     with suppress(OSError, RuntimeError):  # no home directory, or not writable

@@ -64,8 +64,8 @@ def is_chain(model: nn.Module) -> bool:
 def layers(model: nn.Module) -> list[Layer]:
     """Return the layers of nested `nn.Sequential`s, with their dotted paths, in execution order.
 
-    A container with hooks, or with a `forward` or `__call__` of its own, counts as one layer, since a split would leave
-    these out. Raises UnsupportedModelError if `model` itself is no chain (`is_chain`).
+    A container with hooks, compiled code, or a `forward` or `__call__` of its own counts as one layer, since a split
+    would skip these. Raises UnsupportedModelError if `model` itself is no chain (`is_chain`).
     """
     if not is_chain(model):
         name = type(model).__name__
@@ -105,7 +105,7 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
-    """Cut the layers `found` in execution order, and raise errors, as `cut` does. `sharding` is that of their model."""
+    """Cut the layers `found`, which are in execution order, like `cut`. `sharding`: parameters of theirs to gather."""
     # If the input requires a gradient, there is no prefix, since every layer has a backward.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))
@@ -114,7 +114,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         text = "set requires_grad on the parameters to train: no parameter of the model and no input needs a gradient"
         raise UnsupportedModelError(text, kind="no_gradient")
     refuse_random_state_of_its_own(found[leading:], device)
-    # Clone the input, since the first layer may write into it.
+    # Clone the input, since the first layer may write to it.
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
     entered, (leaves, structure) = value, tree_flatten(value)
     changed_by: str | None = None
@@ -172,7 +172,7 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
 def _run(
     name: str, module: nn.Module, value: Any, device: torch.device, sharding: Sharding
 ) -> tuple[Any, set[int], bool]:
-    """Return a layer's output, the addresses of input storages that it wrote to, and whether it returns only views."""
+    """Return a layer's output, the addresses of inputs that it wrote to, and whether outputs are views of inputs."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
@@ -203,7 +203,7 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
     if not cut.prefix:
         return value, None
     _, modules = joined(cut.prefix)
-    # Clone the input, since a layer may write into it.
+    # Clone the input, since a layer may write to it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():
         modules(value)  # warm-up: in the first run, libraries allocate memory that they keep

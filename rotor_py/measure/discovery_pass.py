@@ -157,10 +157,7 @@ class DiscoveryPass:
         return value
 
     def settle(self, of_output: Layouts | None = None) -> bool:
-        """Repeat passes until the layouts of all gradients are known; return whether any layout has changed.
-
-        `of_output` has the layouts of the gradients that the loss returns.
-        """
+        """Repeat passes until all gradients' layouts are known, given the loss's; return whether any has changed."""
         if of_output is not None:
             self._arrived[-1] = of_output
         chain, before = self._chain, list(self.arriving)

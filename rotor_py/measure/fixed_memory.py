@@ -45,7 +45,7 @@ class SteppedParameters:
         return [each for each in parameters if id(each) not in self.scratch]
 
     def by_stage(self, cut: Cut) -> list[Stepped]:
-        """Return, for each parameter of each stage, the temporary bytes of its step in this backward, if any."""
+        """Return, for each parameter of each stage, the temporary bytes of its step, or None if not stepped there."""
         if not self:
             return [()] * len(cut.stages)
         seen: set[int] = set()
@@ -151,7 +151,7 @@ def known_memory(
 def kept_gradient_bytes(
     model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
 ) -> int:
-    """Return the bytes of gradients held throughout a step: not of those freed between steps (`fresh`) or `stepped`."""
+    """Return the bytes of gradients kept throughout a step: not of those freed between steps (`fresh`) or `stepped`."""
     # `zero_grad` frees only gradients of the optimizer's parameters, so gradients of frozen parameters may stay.
     frozen = gradients_of(p for p in model.parameters() if not p.requires_grad)
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))

@@ -78,8 +78,7 @@ class Measurement:
     """For each stage, the bytes of gradients of shared parameters that its backward begins, less those that it
     completes. Counts only parameters that are stepped in the backward, which `gradient_bytes` leaves out."""
     summed_gradients: tuple[int, ...] = ()
-    """The same for parameters that are not stepped in the backward, if they have gradients before the step; empty if
-    stages share none."""
+    """The same for other shared parameters, if they have a gradient before the step; empty if stages share none."""
     sum_bytes: tuple[int, ...] = ()
     """For each stage, the bytes that its backward allocates for the sum of the first two gradients of a shared
     parameter; empty if autograd adds all gradients in place."""
@@ -186,7 +185,7 @@ class Measurement:
             )
             for number, (cost, ways) in enumerate(zip(self.stages, self.ways_by_stage, strict=True))
         )
-        # The caller holds the model's output until the end of the step, at least in a local variable.
+        # The caller keeps the model's output until the end of the step, at least in a local variable.
         return Chain(stages, self.input_bytes, self.loss.seconds, loss, output_held=self.output_held)
 
 

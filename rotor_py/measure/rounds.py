@@ -19,10 +19,9 @@ WELL_KNOWN, CLOSELY = 0.02, 0.005
 """Relative error of a step's time at which rounds end. `CLOSELY` is for a limit chosen from the Pareto front: an error
 of one percentage point in a plan's overhead of 20 % would change GPT-2's limit by 2 %."""
 STEPS, STEPS_CLOSELY = 2.0, 24.0
-"""Upper bounds of the time of rounds after the first `FEWEST_ROUNDS`, as multiples of a step's time. Guesses: with 2,
-planning takes as long as about ten steps."""
+"""Upper bounds of the time of further rounds, in multiples of a step's. Guesses: with 2, planning takes ten steps."""
 LITTLE_SECONDS = 0.05
-"""Seconds that these rounds may take in any case: times of short steps vary much, and users do not notice so few."""
+"""Seconds that further rounds may take in any case: times of short steps vary much, and users do not notice these."""
 TOO_FAR = 0.10
 """Relative spread above which times from an earlier process are not used."""
 

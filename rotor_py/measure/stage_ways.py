@@ -21,7 +21,7 @@ from rotor_py.stage.runner import StageRunner, run_offloadable
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """Return the leading `names` that are equal in all processes, whose shards may offer other modes. Collective."""
+    """Return the leading `names` of modes that are equal in all processes. All must call this: it is a collective."""
     every = [names] if group is None else gather_objects(names, group, device)
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*every, strict=False))
     return tuple(name for name, *_ in shared)

@@ -202,11 +202,11 @@ class Keeping:
 
     @property
     def undecided(self) -> bool:
-        """Whether it is not known yet what the backward reads of some saved tensor (Rule 11)."""
+        """Whether it is still unknown what the backward reads of some saved tensor (Rule 11)."""
         return any(kept.undecided for kept in self._waiting())
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """Return the object to save instead of `tensor`. `for_numbers`: its values are needed, for a recomputation."""
+        """Return the object to save instead of `tensor`. `for_numbers`: a recomputation reads its values."""
         if self._seen is not None and (is_plain(tensor) or is_fake(tensor)):
             self._seen.update(storages([tensor]))
         # Gathered parameters of a sharded model appear only during the run, so they are not in `untouched`.

@@ -44,7 +44,7 @@ _CARRY = 0x7F7F7F7F7F7F7F7F  # 127 in each byte: added to a byte of one bit, set
 
 
 def packed_bits(values: torch.Tensor) -> torch.Tensor:
-    """Pack flat booleans into uint8, eight to a byte. Up to seven trailing values take a byte each."""
+    """Pack flat booleans into uint8, eight to a byte. A rest of fewer than eight takes a byte each."""
     count = values.numel()
     whole = count // 8
     bits = torch.empty(whole + count % 8, dtype=torch.uint8, device=values.device)
@@ -197,7 +197,7 @@ class Packed:
         """
         if not memory.is_floating_point() or memory.element_size() not in _BITS:
             return None
-        with not_deciding():  # the stage's own decisions are replayed, but not these comparisons
+        with not_deciding():  # do not record these comparisons as decisions of the stage
             if need is Need.POSITIVE_OR_NAN:
                 where = memory.le(0).logical_not_()
             else:
@@ -269,7 +269,7 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _number(bits: int, dtype: torch.dtype) -> float:
-    with not_deciding():  # the stage's own decisions are replayed, but not this reading of a value
+    with not_deciding():  # do not record this value as a decision of the stage
         return float(torch.tensor(bits, dtype=_BITS[dtype.itemsize], device="cpu").view(dtype))
 
 
@@ -297,7 +297,7 @@ class FewerBits(Packed):
             return packed
         if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
             return None
-        with not_deciding():  # the stage's own decisions are replayed, but not those made here
+        with not_deciding():  # do not record operators of this function as decisions of the stage
             return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
 
@@ -330,7 +330,7 @@ class _Scaled:
 
 
 def _rounded(memory: torch.Tensor, dtype: torch.dtype) -> Converted | None:
-    if memory.numel() and not bool(torch.stack(memory.aminmax()).to(dtype).isfinite().all()):  # NaN is both
+    if memory.numel() and not bool(torch.stack(memory.aminmax()).to(dtype).isfinite().all()):  # or NaN
         return None
     return Converted(memory.to(dtype), memory.dtype)
 
@@ -346,7 +346,7 @@ def _scaled(memory: torch.Tensor, dtype: torch.dtype) -> _Scaled | None:
     values = torch.empty(blocked, dtype=dtype, device=memory.device)
     for start, stop in _chunks(blocked):
         block = memory[start:stop].view(-1, BLOCK) / scales[start // BLOCK : stop // BLOCK, None]
-        block.clamp_(-largest, largest)  # the division may round up
+        block.clamp_(-largest, largest)  # the division may round up to more
         values[start:stop].view(-1, BLOCK).copy_(block if dtype.is_floating_point else block.round_())
     return _Scaled(values, scales, memory[blocked:].clone())
 

@@ -36,8 +36,7 @@ BACKWARD = "backward"
 _log = logging.getLogger("rotor_py")
 
 # Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and True when the pass begins, or
-# False when it ends. For the backward of a stage in the caller's graph, only the begin is reported, when its output's
-# gradient is complete.
+# False when it ends. For the backward of a stage in the caller's graph, a tensor hook reports only the begin.
 Watcher = Callable[[str, str, bool], None]
 
 watchers: list[Watcher] = []
@@ -77,7 +76,7 @@ class During:
 
 
 def tell_of_backward(output: Any, name: str) -> None:
-    # Without watchers, which are rare, save the time of hooks.
+    # Register hooks only for watchers, which are rare: hooks take time in every step.
     if watchers and torch.is_grad_enabled():
         for tensor in tensors_in(output):
             if tensor.requires_grad:

@@ -1,4 +1,4 @@
-"""Record the state before a stage's forward, restore it for a recomputation, and find if results depend on a graph."""
+"""Record the state before a stage's forward, restore it for a recomputation, and find what a graph changes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[No
     """Enter the autocast contexts of `states`; without `cache`, do not let them cache the weights that they cast."""
     with ExitStack() as stack:
         for state in states:
-            # If autocast was off and is off, save time: every run of every stage is in this context.
+            # Enter no context if autocast was off and is off: this saves time in every run of every stage.
             if state.enabled or torch.is_autocast_enabled(state.device_type):
                 stack.enter_context(state.context(cache=state.cache and cache))
         yield
@@ -136,7 +136,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
-        """Restore the recorded state for a recomputation of `function` inside this context, and the present one after.
+        """Restore the recorded state for a recomputation of `function` inside this context, then the present state.
 
         Without a `graph`, autocast does not cache cast weights: a later forward in the same autocast region would use
         these and lose their gradients. `alike`: keep the present parameters, and do not compare state (`regions.py`).
@@ -195,7 +195,7 @@ class Surroundings:
 def recorded(
     function: Callable[..., Any], devices: tuple[torch.device, ...], preserve_rng_state: bool, name: str
 ) -> Iterator[list[Surroundings]]:
-    """Yield a list that gets, when the context exits, the state before the first forward, run inside this context."""
+    """Yield a list that gets, when the context exits, the state before the forward that has run inside the context."""
     autocast = autocast_now(devices)
     before = RandomState.now(devices) if preserve_rng_state else None
     slots = own_buffers(function)
@@ -313,7 +313,7 @@ def lasting(tensor: Any) -> Any:
 
 
 def own_buffers(function: Callable[..., Any]) -> list[Slot]:
-    """Return the buffers of `function`, except running statistics that a recomputation does not need."""
+    """Return the buffers of `function`, except batch norms' running statistics, which a recomputation does not need."""
     statistics = {id(module._buffers) for module in _tracking_batch_norms(function)}
     return [slot for slot in buffer_slots(function) if id(slot[0]) not in statistics]
 
@@ -419,7 +419,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
 
 @contextmanager
 def _same_run(function: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Context for a run of `function` with a graph, on whose exit all state is as on entry, for another such run."""
+    """Context for a run of `function` with a graph. On exit, restores all state, so that a next run can be equal."""
     with streams_kept(function), isolated(function, device), torch.enable_grad():
         yield
 

@@ -18,7 +18,7 @@ from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents
 from rotor_profiling.stage.stage_signature import HasKind
 
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# Maximum number of objects to search. A guess: a large model has some ten thousand; objects beyond it are not restored.
+# Maximum number of objects to search. A guess: a large model has some ten thousand. Further objects are not restored.
 _MOST = 100_000
 # Maximum length of containers to search. A guess: hooks append fewer items in a step, and longer containers hold data.
 _LONGEST = 10_000
@@ -84,7 +84,7 @@ def locations_of(function: Callable[..., Any]) -> list[Location]:
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Describe the values of globals and the like (`Location`) of `function`; equal for equal ones in all processes."""
+    """Describe the value of each `Location` of `function`, in texts that equal values have in every process."""
     return tuple(_described(value) for value, location in _walk(function) if location is not None)
 
 
@@ -100,7 +100,7 @@ def _described(value: Any) -> str:
 
 def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Location | None]]:
     seen: set[int] = set()
-    # Search the attributes of the user's objects, but not those of objects found there, which may name all the program.
+    # Search the attributes of the user's objects, but not attributes of objects found there, which may lead anywhere.
     pending: list[tuple[Any, Location | None, bool]] = [(function, None, True)]
     while pending and len(seen) < _MOST:
         value, location, opens = pending.pop()
@@ -209,7 +209,7 @@ class NamedState:
             self._before.append((location, value, list(contents_of(value, set())) if short else []))
 
     def without_tensors(self) -> NamedState:
-        """Drop the entries of containers that hold tensors, which this object would keep alive; return this object."""
+        """Drop the entries of containers with tensors, since copies would keep these alive; return this object."""
         self._before = [each for each in self._before if not any(_has_tensors(copy) for _, copy in each[2])]
         return self
 

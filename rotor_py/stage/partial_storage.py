@@ -25,7 +25,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that recomputes a value from others; with a graph for the values `wanted`, unless that is None."""
+    """An operator call that recomputes a value. It records a graph that ends at the values `wanted`, if not None."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -72,7 +72,7 @@ class PartialSaving:
         self.around = around
         self._keeper = innermost_keeping.get()
         self.autocast = autocast_now(devices)
-        # Weak references: autograd releases the saved objects of a value once their backward has run.
+        # Weak references: only objects that autograd saves keep a value, which is released with the last of them.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         self._kept: dict[int, Callable[[], Any]] = {}  # maps numbers to functions that return the kept value
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
@@ -195,7 +195,7 @@ class _Dropped:
             shared = self.run.dropped.get(number)
             if shared is not None:
                 shared.made = values[number]
-            # Release each value after its last reader.
+            # Release each value after the last call that reads it.
             for read in {*calls[number].reads, number}:
                 if last.get(read, number) == number:
                     del values[read]

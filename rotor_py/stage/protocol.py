@@ -57,8 +57,8 @@ class StageOffers:
         return None
 
     def forward_skipping_output(self) -> Run | None:
-        """Return a function that runs the stage and allocates its output, but does not compute it, as no recomputation
-        right before the backward needs it; None if this saves no time.
+        """Return a function that runs the stage, but only allocates its output, since no code reads the output of a
+        recomputation right before the backward; None if this saves no time.
         """
         return None
 
@@ -193,9 +193,7 @@ ELSEWHERE: Keeper = _Elsewhere()  # for runners of plans that may offload; `meas
 
 
 def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -> bool:
-    """Whether calling `module` runs no hook, and no compiled or replaced forward. With `but_for_its_hooks`, `module`
-    itself may have hooks, but not its submodules.
-    """
+    """Whether calling `module` runs no hook (`but_for_its_hooks`: but its own), compiled code or replaced forward."""
     unhooked = [each for each in module.modules() if not (but_for_its_hooks and each is module)]
     return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
 

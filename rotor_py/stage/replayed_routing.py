@@ -169,13 +169,13 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
 
 
 def decisions_repeated(decisions: Decisions) -> Any:
-    """Return a context in which a stage's operators return `decisions`; they raise RuntimeError if called otherwise."""
+    """Return a context in which deciding operators return `decisions`, in order; others raise RuntimeError."""
     return _Repeating(decisions) if decisions else nullcontext()
 
 
 @contextmanager
 def not_deciding() -> Iterator[None]:
-    """Inside this context, results of operators are no decisions of the stage that runs."""
+    """Inside this context, do not treat results of operators as decisions of the stage that runs."""
     outside = _not_the_stage.set(True)
     try:
         yield
@@ -198,7 +198,7 @@ def remember_undecided(function: Callable[..., Any]) -> None:
 
 
 class _Watching(TorchDispatchMode):
-    """Base of dispatch modes that record or replace the results of operators, below autograd."""
+    """Base of dispatch modes that record or replace results of operators. Autograd then uses the replaced ones."""
 
     def __init__(self, decisions: Decisions = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

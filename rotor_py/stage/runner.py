@@ -42,7 +42,7 @@ class AttachedStage:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
     ) -> list[torch.Tensor | None]:
-        """Map gradients of the output's tensors to those of the input's, then of the parameters; None for none."""
+        """Map gradients of the output's tensors to those of the input's tensors, then of the parameters (or None)."""
         if len(gradients) != len(self.outputs):
             raise InvalidStateError(
                 f"stage {self.name!r} must return as many tensors in every run: {len(gradients)} in the forward, "
@@ -165,7 +165,7 @@ class StageRunner:
         return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
-        """Return the `offered` modes that apply to `value` and use only these `keepers`. May run the stage."""
+        """Return the names of `offered` modes that apply to `value` and use only `keepers`. May run the stage."""
         paying = [each for each in self._suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 
@@ -187,7 +187,7 @@ class StageRunner:
         return forward_skipping_output(self.function) is not None
 
     def make_ready(self) -> None:
-        """Have a stage that generates its code at the first run generate it now."""
+        """If the stage would generate code in its first run, have it generate this now."""
         for skip_output in (False, self.can_skip_output):
             self._run_of(self._way, skip_output)
 

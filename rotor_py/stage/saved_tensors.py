@@ -69,7 +69,7 @@ class Need(Enum):
     NUMBERS = "its numbers"
 
     def together_with(self, other: Need) -> Need:
-        """Return what suffices for two nodes that read a tensor, one with this need and one with the `other`."""
+        """Return what must be kept of a tensor that two nodes read, one with this need and one with the `other`."""
         if other in (self, Need.SHAPE):
             return self
         return other if self is Need.SHAPE else Need.NUMBERS
@@ -101,7 +101,7 @@ def need_of(node: Node, device: torch.device) -> Need:
         return Need.SHAPE
     if name == "ReluBackward0" or (name.startswith("ThresholdBackward") and _bound(node, "threshold") == 0):
         return Need.POSITIVE_OR_NAN
-    if name.startswith("LeakyReluBackward"):  # any slope
+    if name.startswith("LeakyReluBackward"):  # of any slope
         return Need.POSITIVE
     one_sided = name == "ClampMinBackward0" or (name == "ClampBackward1" and _bound(node, "max") is None)
     return Need.NOT_NEGATIVE if one_sided and _bound(node, "min") == 0 else Need.NUMBERS
@@ -110,7 +110,7 @@ def need_of(node: Node, device: torch.device) -> Need:
 def nodes_behind(
     tensors: Iterable[torch.Tensor], numbers: Collection[int], most: int | None = _MOST_NODES
 ) -> dict[int, Node]:
-    """Map those of the sequence `numbers` to nodes that are found among the first `most` nodes behind `tensors`."""
+    """Map sequence `numbers` to nodes in the graph behind `tensors`; drop those not among the first `most` nodes."""
     found: dict[int, Node] = {}
     pending = [node for node in map(_origin, tensors) if node is not None]
     seen: set[Node] = set()
@@ -157,7 +157,7 @@ class Complete(Exception):  # noqa: N818  # no error: it ends a run
         self.run = run
 
     def add_note(self, note: str) -> None:
-        """Ignore the note: it is never shown."""
+        """Ignore the note: `HandingOver` catches this exception."""
 
 
 class HandingOver:

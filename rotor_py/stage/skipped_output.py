@@ -29,7 +29,7 @@ _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     """Return a function that runs a stage, but allocates its output without computing it; None if this saves no time.
 
-    A stage that does not offer one (`StageOffers`) must end in a layer of `_PRODUCTS`, or in one before `_FOLLOWING`.
+    A stage that does not offer one (`StageOffers`) must end in a layer of `_PRODUCTS`, maybe before `_FOLLOWING` ones.
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
@@ -75,7 +75,7 @@ class _SkippedOutputs(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         make = _MAKERS.get(func)
-        # Call the operator for tensor subclasses (`types`), such as DTensor: `make` would not return such a tensor.
+        # If arguments are of tensor subclasses (`types`), call the operator: `make` would return no such tensor.
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
@@ -112,7 +112,7 @@ def _as_on_meta(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=args[0].device)
 
 
-# Maps operators to functions that allocate their output. Their arguments are the operator and its arguments.
+# Maps operators to functions that allocate their output, given the operator and its arguments.
 _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default), _product),
     _aten.add.Tensor: _sum,

@@ -1,1 +1,1 @@
-"""Measure the seconds and bytes of one stage, and find stages that need as many without measuring each."""
+"""Measure the seconds and bytes of one stage, and find other stages that cost the same."""

@@ -76,8 +76,7 @@ class StageCost(StageBytes):
     forward_seconds: float
     nograd_seconds: float
     backward_seconds: float
-    # Seconds that a recomputation right before the backward saves by not computing the output, less those of recording
-    # a graph of its own
+    # Seconds by which a recomputation that does not compute the output is shorter than a forward in training's graph
     skipped_output_seconds: float = 0.0
 
     @classmethod
@@ -185,8 +184,7 @@ def _bytes_of(
 ) -> StageBytes:
     """Return bytes that suffice for both runs of a mode: in the graph of a whole step, and in a graph of its own."""
     forward, attach, release = phases["forward"], phases["attach"], phases["release output"]
-    # Count the backward's peak from the bytes at the end of the forward, which include the output. The backward may
-    # begin with fewer bytes, since an output that it does not need is freed before.
+    # Peaks count from the bytes at the end of the forward, although the output may be freed before the backward.
     training = _backward_peak(phases) or forward.end
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
     # Silent outputs count as saved only if the graph keeps them.
