@@ -59,7 +59,7 @@ class WalkedChain:
     layer_offers: LayerOffers | None
 
     def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
-        """Return a runner of stage `number`, which stores everything, or if asked, runs in a storage mode of `ways`."""
+        """Return a runner of stage `number` that stores everything, and whose `by(n)` uses the n-th mode of `ways`."""
         name, function = self.cut.stages[number]
         offers = None if self.layer_offers is None else self.layer_offers.of(function)
         return StageRunner(function, name, self.preserve_rng_state, ways=ways, keepers=self.keepers, offers=offers)

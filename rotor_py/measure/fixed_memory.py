@@ -57,7 +57,7 @@ class SteppedParameters:
         return found
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
-        """Return, for each stage, the bytes of shared parameters' gradients that its backward begins less completes."""
+        """Return, for each stage, bytes of shared parameters' gradients that its backward begins less those it ends."""
         return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
 
     def summed_up(self, cut: Cut) -> tuple[int, ...]:

@@ -28,9 +28,9 @@ Wrap = Callable[[nn.Module], nn.Module]  # maps a piece of a stage to the module
 class StageOffers:
     """Base class for what a stage offers besides being called: nothing, unless a subclass overrides it."""
 
-    # Maps names of output tensors that later stages read, but stages in between do not get, to indices in the output
+    # Maps names of carried tensors to indices in the output: stages return them unchanged up to their last reader
     carried: Mapping[str, int] = MappingProxyType({})
-    # For tensors that the stage returns unchanged and does not use otherwise: maps indices in the output to the input's
+    # For tensors that the stage returns unchanged without reading them: maps their indices in the output to the input's
     handed_on: Mapping[int, int] = MappingProxyType({})
     # Indices in the stage's input of the values that it reads and passes on. Stages of an equal signature
     # (`stage_signature`) with different indices cost the same, but cannot share compiled code.

@@ -83,7 +83,7 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # on an AccumulateGrad
+        leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have it
         if leaf is not None:
             yield leaf
         pending.extend(following for following, _ in node.next_functions if following is not None)

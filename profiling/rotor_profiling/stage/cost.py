@@ -328,7 +328,7 @@ def _forget(parameters: list[torch.Tensor]) -> None:
 
 
 def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> AbstractContextManager[None]:
-    """Replace optimizer steps in a backward: for each complete gradient, allocate a step's bytes, then free both."""
+    """Imitate steps in the backward: for each complete gradient, allocate and free the step's bytes, then free it."""
     pairs = zip(parameters, stepped or [None] * len(parameters), strict=True)
     return hooked([(each, partial(_stand_in, nbytes)) for each, nbytes in pairs if nbytes is not None])
 

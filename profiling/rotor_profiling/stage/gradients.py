@@ -1,4 +1,4 @@
-"""Run a stage's forward and backward as in training: its graph, its position in a chain, and its output's gradients.
+"""Prepare a run of a stage as in training: the input of its graph, gradients of its output, its place in a chain.
 
 A gradient has the strides that the next stage's backward gives it, since others may cost time and memory: a recurrent
 layer with `batch_first` returns a transposed view, and copies the contiguous gradient that a linear layer returns.
@@ -212,7 +212,7 @@ class StageContext:
     `input_bytes`: bytes of the stage's input. `owned`: addresses of storages that do not count as the stage's (of
     parameters, of the batch). `fresh_gradients`: parameters have no gradient when the backward begins. `output_held`:
     the caller refers to the output until the backward ends, as to that of the last stage. `carried`: indices of output
-    tensors that count neither as |a_{i+1}| nor as saved: the chain counts them in other places. `silent`: indices of
+    tensors that later stages only pass on, which count neither as |a_{i+1}| nor as saved. `silent`: indices of
     output tensors that require a gradient but get none, since the loss does not use them. The caller drops these before
     the backward unless `silent_held`. `arriving`: layouts of the output's gradients.
     """
