@@ -51,7 +51,8 @@ class AddedGradients:
             return None
         one, other = args
         given = [each for each in node.next_functions if each[0] is not None]
-        if id(one) in self._made and len({*given}) == len(given):  # else the node gives one tensor two gradients
+        # A gradient that the running node made is an earlier one only if the node returns two gradients for one input.
+        if id(one) in self._made and len({*given}) == len(given):
             return None
         if not (_is_plain(one) and _is_plain(other) and _called_by_engine(sys._getframe(2))):
             return None
@@ -68,7 +69,7 @@ def _is_plain(tensor: object) -> bool:
 
 
 def _called_by_engine(frame: FrameType | None) -> bool:
-    """Return whether the engine called the operator, with only dispatch modes in between."""
+    """Return whether autograd's engine called the operator that a dispatch mode has received, and not a node's code."""
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__"
         or any(each in frame.f_code.co_filename.replace("\\", "/") for each in _BETWEEN)

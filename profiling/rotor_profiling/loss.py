@@ -54,8 +54,8 @@ def measure_loss(
                 value = loss(leaf)
                 value.backward()
                 wait_for(gradients_at(leaf))
-                # In training, `backward` refers to the gradient of the loss, a one, until the backward of the model
-                # ends. Here, `backward` has ended, so measure the bytes of that gradient separately.
+                # In training, `backward` keeps its first gradient, a tensor of ones, until the model's backward ends.
+                # Here, `backward` has ended, so measure the bytes of that gradient separately.
                 meter.mark("start of a backward")
                 first_gradient = torch.ones_like(value)
                 meter.mark("end")  # the frees of the next line count in no phase that is read

@@ -74,7 +74,7 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
             state, step = _on_meta(optimizer, groups, kind)
         except Exception:  # user code may raise anything, and a step on zeros may work
             try:
-                sparse = isinstance(optimizer, torch.optim.SparseAdam)  # other optimizers also take dense gradients
+                sparse = isinstance(optimizer, torch.optim.SparseAdam)  # takes no dense gradients, unlike others
                 state, step = _on_zeros(optimizer, groups, kind, sparse=sparse)
             except Exception as error:
                 name = type(optimizer).__name__

@@ -105,7 +105,7 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
-    """Cut the layers `found`, which are in execution order, like `cut`. `sharding`: parameters of theirs to gather."""
+    """Cut the layers `found`, in execution order, as `cut` does. `sharding`: parameters of theirs to gather."""
     # If the input requires a gradient, there is no prefix, since every layer has a backward.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))

@@ -59,7 +59,7 @@ _COUNTERS = ("torch.utils.flop_counter", "torch.utils.module_tracker")
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:
-    """Return the keys of the hooks that PyTorch calls for every module, except those of its counters of operators."""
+    """Return the keys of hooks that PyTorch calls for every module, except hooks of its own counters (`_COUNTERS`)."""
     return tuple(number for table in _GLOBAL_HOOKS if table for number in _without_counters(table))
 
 

@@ -105,8 +105,8 @@ class WrittenStatistics(TorchDispatchMode):
 # To save memory, only a stage's first forward copies all of its buffers; later ones copy those that forwards changed.
 
 # In training, the output of these layers does not depend on their running statistics. So statistics are not copied:
-# recomputations update scratch tensors instead. If recomputations ran without statistics, they would save fewer tensors
-# than the first run. A derived class may read its statistics, so it is not treated like this.
+# recomputations update scratch tensors instead. If recomputations did not track statistics, they would save other
+# tensors than the first run. A derived class may read its statistics, so its recomputations restore them.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # For each batch norm, the scratch tensors that its recomputations update in place of its statistics.
 _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()

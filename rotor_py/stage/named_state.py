@@ -123,7 +123,7 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
     elif isinstance(value, nn.Module):
         for name, each in vars(value).items():
             if name not in _TABLES:
-                yield each, None  # `rotor_profiling.attributes` restores these
+                yield each, None  # without a location: `rotor_profiling.attributes` restores it
             elif isinstance(each, dict):
                 yield from ((inner, None) for inner in each.values() if not isinstance(inner, torch.Tensor))
         yield getattr(type(value), "forward", None), None

@@ -46,7 +46,7 @@ class Call:
         return made if self.wanted is None else made.detach()
 
 
-# Gathers shards of parameters. Called before an operator call, with the numbers (indices of graph nodes) that it reads.
+# Gathers parameters' shards before an operator call, given the numbers (indices of graph nodes) of its arguments.
 Reading = Callable[[Collection[int]], None]
 Around = Callable[[], AbstractContextManager[Reading | None]]  # returns a context, inside which values are recomputed
 

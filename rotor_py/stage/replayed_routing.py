@@ -50,7 +50,7 @@ def streams_of(function: Callable[..., Any]) -> list[Stream]:
 
 @contextmanager
 def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
-    """Yield a list that gets, when the context exits, the random streams from which a run of `function` inside drew."""
+    """Yield a list that gets, when the context exits, the random streams from which `function` drew inside it."""
     known = _drawing.get(function) if isinstance(function, nn.Module) else None
     before = [(stream, stream.state()) for stream in (streams_of(function) if known is None else known)]
     result: list[Drawn] = []
@@ -169,7 +169,7 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
 
 
 def decisions_repeated(decisions: Decisions) -> Any:
-    """Return a context in which deciding operators return `decisions`, in order; others raise RuntimeError."""
+    """Return a context in which deciding operators return `decisions`, in order; RuntimeError if others decide."""
     return _Repeating(decisions) if decisions else nullcontext()
 
 
@@ -250,7 +250,7 @@ def _decides(func: Any, given: Any, made: Any) -> bool:
         if _is_number(made) or any(map(_is_number, tree_leaves(made))):
             return False
         if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
-            return False  # a view
+            return False  # a view of an argument
     return any(map(_is_number, tree_leaves(given)))
 
 

@@ -65,7 +65,7 @@ def _flat(module: nn.Module) -> list[nn.Module]:
 
 
 class _SkippedOutputs(TorchDispatchMode):
-    """Has operators of `_MAKERS` return uninitialized memory; autocast and autograd call this mode after their work."""
+    """Has operators of `_MAKERS` return uninitialized memory. Autocast and autograd work as without this mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

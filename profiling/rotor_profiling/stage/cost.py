@@ -328,7 +328,7 @@ def _forget(parameters: list[torch.Tensor]) -> None:
 
 
 def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> AbstractContextManager[None]:
-    """Imitate steps in the backward: for each complete gradient, allocate and free the step's bytes, then free it."""
+    """Imitate optimizer steps: once a gradient is complete, allocate and free a step's bytes; free the gradient."""
     pairs = zip(parameters, stepped or [None] * len(parameters), strict=True)
     return hooked([(each, partial(_stand_in, nbytes)) for each, nbytes in pairs if nbytes is not None])
 
