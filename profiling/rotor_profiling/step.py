@@ -112,7 +112,7 @@ class CpuWatch:
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
-        # In another thread, do nothing: the profiler runs until the watch's thread starts another profiler (Rule 3).
+        # In another thread, do nothing: the profiler runs until its own thread stops it or starts another (Rule 3).
         if not self._in_its_thread():
             return None
         if _in_engine():
