@@ -1,4 +1,4 @@
-"""Capture a model's forward with TorchDynamo, and run it with a function of the caller in place of each graph."""
+"""Capture a model's forward with TorchDynamo, and run it: a function that the caller gives runs each graph."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.first_run import hooks_on_all_modules
 from rotor_py.stage.forward_state import autocast_now
 
-# Models with the same structure share one compiled forward and its traced graphs: tracing a large one takes seconds.
+# Models of the same structure share one compiled forward and its traced graphs: to trace a large model takes seconds.
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
-# Number of compiled forwards in the LRU cache `_compiled`. A guess: more take more memory, fewer are traced more often.
+# Largest size of the LRU cache `_compiled`. A guess: a larger one takes more memory, a smaller one causes more tracing.
 _MAX_COMPILED = 32
-# An option of newer releases of `torch.compile`. After a graph break, TorchDynamo also compiles library functions that
-# all models call. Without the option, their versions for other models count against the recompile limit.
+# An option of `torch.compile` in newer releases. After a graph break, TorchDynamo also compiles library functions that
+# all models call. Without the option, the versions for other models count against this model's recompile limit.
 _ISOLATE = "isolate_recompiles"
 _extra: dict[str, Any] = {_ISOLATE: True} if _ISOLATE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
@@ -51,13 +51,13 @@ class _Compiled:
     run: Callable[..., Any]
     traced: int = 0  # number of times that TorchDynamo has traced this forward
     breaks: list[str] = field(default_factory=list)  # source line of each graph break, as "path:number (text)"
-    # The tracing in which TorchDynamo gave up a function, as for a hook in a loop: it then skips it for all models.
+    # `Tracing` of the model for which TorchDynamo gave up a function (a hook in a loop), which it then skips for all.
     given_up: weakref.ref[Tracing] | None = None
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a compiled forward. Several models may share the forward, and several threads call it at once."""
+    """One call of a compiled forward. Several models may share the forward, and several threads may call it at once."""
 
     run: Handler
     tracing: Tracing
@@ -66,7 +66,7 @@ class _Call:
     compiled: _Compiled | None = None
 
     def begin_tracing(self) -> None:
-        """Call `recaptured`, if not called yet. TorchDynamo's start callback does this, or else `_backend`."""
+        """Call `recaptured`, unless this has been done. TorchDynamo's start callback calls this, or else `_backend`."""
         report, self.recaptured = self.recaptured, None
         if report is not None:
             report()
@@ -84,17 +84,17 @@ class TracedGraph:
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         call = _call.get()
-        # Without a call, a user's own torch.compile runs this graph: if torch lacks `isolate_recompiles`, a function at
-        # its recompile limit runs any compiled version whose guards pass, also one of another backend.
+        # Without a `_Call`, a function that the user compiled runs this graph: if torch lacks `isolate_recompiles`, a
+        # function at its recompile limit runs any compiled version whose guards pass, also that of another backend.
         return run_graph(self.graph_module, arguments) if call is None else call.run(self, arguments)
 
 
 def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> _Compiled:
-    """Return the compiled forward for models structured like `model`; `marks` is the signature of `FSDPMarks`."""
+    """Return the compiled forward shared by models structured like `model`. `marks`: the signature of its FSDPMarks."""
     key = _structure(model), marks, answers, open_sizes
-    # Replace a forward that has reached the recompile limit, or that TorchDynamo gave up.
+    # Replace a forward that has reached the recompile limit, or in which TorchDynamo gave up a function.
     if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS or _compiled[key].given_up:
-        # Do what `torch.compile` does: itself, it does not return the context object whose callback is wrapped below.
+        # Do what `torch.compile` does, but with access to the context object, whose callback is wrapped below.
         backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)
         context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_extra)
         if hasattr(context, "callback"):  # absent if TorchDynamo is disabled, as by TORCHDYNAMO_DISABLE=1
@@ -121,8 +121,8 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap TorchDynamo's `callback`, which traces a frame that no cached graph fits, in the settings of `Tracing`."""
 
-    # `wraps` copies the attributes by which TorchDynamo identifies the backend. No `__getattr__` could provide them:
-    # TorchDynamo would send its frame, like every new one, to this callback.
+    # `wraps` copies the attributes by which TorchDynamo identifies the backend. Do not look them up in a `__getattr__`:
+    # TorchDynamo would send the frame of this function, like every new frame, to this callback.
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
@@ -132,7 +132,7 @@ def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_modes()
         call.compiled.traced += 1
         with warnings.catch_warnings(), call.tracing.configured(call.begin_tracing, call.compiled.breaks.append):
-            # TorchDynamo reads `.grad` of the inputs, which earlier graphs or layers may have made.
+            # TorchDynamo reads `.grad` of all inputs. PyTorch warns of this if an earlier graph or layer made an input.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             keep_image_sizes(tensors_in(call.inputs))
             found = callback(*args, **kwargs)
@@ -144,11 +144,11 @@ def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_modes() -> None:
-    """Raise UnsupportedModelError in a mode of the caller that TorchDynamo does not trace, or traces wrongly."""
+    """Raise UnsupportedModelError if the caller has entered a mode that TorchDynamo traces wrongly, or not at all."""
     # TorchDynamo traces under modes that set one of these flags; which one it reads depends on the release.
     flags = ("is_infra_mode", "ignore_compile_internals")
     modes = [mode for mode in dispatch_mode_stack() if not any(getattr(mode, flag, bool)() for flag in flags)]
-    # Traced functions do not reach the caller's function modes; torch's own, such as a default device, are traced.
+    # TorchDynamo traces torch's own function modes, such as a default device. Others do not see calls in traced code.
     modes += [mode for mode in function_mode_stack() if not type(mode).__module__.startswith("torch.")]
     if modes:
         names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
@@ -161,10 +161,10 @@ def _refuse_modes() -> None:
 
 
 def _structure(model: nn.Module) -> Hashable:
-    """Return a key that is equal for models that share a compiled forward; each forward has its own recompile limit."""
+    """Return a key that is equal for models that can share one compiled forward."""
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    # `remove_duplicate=False` lists a tied weight under both names, so that a model with one has another key.
+    # `remove_duplicate=False` lists tied weights under all names: a model that ties weights gets a key of its own.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
     return modules, kinds, autocast_now([torch.device("cuda")]), hooks_on_all_modules()
 
@@ -173,7 +173,7 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 
 class CapturedForward:
-    """Capture and run the forward of one model. `gathered`: FSDP has gathered its parameters, so it gets no marks."""
+    """Capture and run the forward of one model. `gathered`: the caller gathers its parameters, so it gets no marks."""
 
     def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
         self.model = model
@@ -183,7 +183,7 @@ class CapturedForward:
         self._marks: FSDPMarks | None = None
         # Maps the assumed answers (Note in `patches.py`) to a compiled forward. None before `_read_model`.
         self._forwards: dict[Answers, _Compiled] | None = None
-        # Maps each traced graph, which equal layers share, to a list with a graph for each of these layers.
+        # Maps each traced graph, which equal layers share, to a list with the CapturedGraph of each of these layers.
         self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
         self.tracing = Tracing(model)
         self._answers: Answers = ()  # answers that were right for the last batch, assumed for the next one
@@ -206,7 +206,7 @@ class CapturedForward:
     ) -> Any:
         """Run the model's forward; `run_graph` runs each graph. Calls `recaptured` if TorchDynamo captures another
         graph, and `put_back`, which restores the model's state, before it repeats the forward with other answers.
-        Raises UnsupportedModelError for a sharded model that has graph breaks; the model's own errors pass through.
+        Raises UnsupportedModelError for a sharded model with graph breaks; the model's own errors pass through.
         """
         if self._forwards is None:  # `measuring` was not entered: the plan was loaded from a file, or this is a copy
             self._read_model()
@@ -271,7 +271,7 @@ class CapturedForward:
                 kind="graph_break",
             ) from error
         except TorchRuntimeError:
-            if marks is None:  # else the model cannot run uncaptured, since its parameters have no storage now
+            if marks is None:  # a sharded model cannot run uncaptured: its holes have no memory
                 self._raise_own_error(args, kwargs)
             raise
         finally:
@@ -279,7 +279,7 @@ class CapturedForward:
             _call.reset(token)
 
     def _raise_own_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise the error of the uncaptured forward, if it has one: TorchDynamo's error has hundreds of lines."""
+        """Run the forward uncaptured, and raise the error that it raises: TorchDynamo's has hundreds of lines."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         with isolated(self.model, device), torch.no_grad():
             try:
@@ -289,13 +289,13 @@ class CapturedForward:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Read how the model is sharded, which may have changed. Inside this context, marks do nothing."""
+        """Read anew how the model is sharded. Inside this context, marks do not call FSDP's hooks."""
         self._read_model()
         marks = self._marks
         if marks is None:
             yield
             return
-        self._graphs.clear()  # stages of earlier graphs would call the FSDPMarks from before
+        self._graphs.clear()  # stages of graphs captured before would call the old FSDPMarks
         marks.measuring = True
         try:
             yield
@@ -308,7 +308,7 @@ class CapturedForward:
         self._forwards = {}
 
     def _captured(self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph]) -> CapturedGraph:
-        """Return the graph that has the parameters in `arguments`, or else one that this call has not `taken` yet."""
+        """Return the CapturedGraph with the parameters in `arguments`, or else one not yet `taken` in this forward."""
         known = self._graphs.setdefault(traced, [])
         found = next((each for each in known if each.has(arguments)), None)
         found = found or next((each for each in known if each not in taken), None)
@@ -324,13 +324,13 @@ class CapturedForward:
         return "use_cache" in inspect.signature(self.model.forward).parameters
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Add `use_cache=False`, as transformers does under checkpointing, since the key-value cache takes memory."""
+        """Return `kwargs` with `use_cache=False` if the model would fill a key-value cache, which takes memory."""
         cached = getattr(getattr(self.model, "config", None), "use_cache", False) and "use_cache" not in kwargs
         return {**kwargs, "use_cache": False} if cached and self._takes_use_cache else kwargs
 
 
 def run_as_captured(model: nn.Module) -> Callable[..., Any]:
-    """Return a forward that captures `model` and runs its graphs unplanned. A sharded model is not captured."""
+    """Return a function that captures the forward of `model`, and runs it unplanned. Captures no sharded model."""
     if groups_of(model):
         return model.forward
     forward = CapturedForward(model, granularity=1)

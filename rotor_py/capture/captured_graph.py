@@ -1,4 +1,4 @@
-"""One captured graph as a chain of stages, before which its context runs: nodes that need no gradient."""
+"""A captured graph as a chain of stages. Before the first stage, its context runs: the nodes that need no gradient."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Agree = Callable[[list[int]], list[int]]
 
 
 class CapturedGraph:
-    """A captured graph of one model, to be `split` into at most `granularity` stages. `buffers` has the ids of the
-    model's buffers. Raises OtherAnswerError if several processes train and the graph assumes a yes about the batch.
+    """A captured graph of one model, to be `split` into at most `granularity` stages. `buffers`: ids of the model's
+    buffers. Raises OtherAnswerError if several processes train and yes is assumed about the batch (`patches.py`).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CapturedGraph:
         self._buffers = buffers
         self._granularity = granularity
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-        self.layers: list[Layer] = []  # the stages; empty if no output of the graph requires a gradient
+        self.layers: list[Layer] = []  # the stages with their names; none if no output of the graph requires a gradient
         self.trains = False  # whether an output of the graph requires a gradient
         self._is_split = False
         self._facts = GraphFacts(SymbolValues(), marks)
@@ -78,15 +78,15 @@ class CapturedGraph:
         self.overwriting: fx.Node | None = None  # the last node of the context that writes into an input of the graph
         self._context: fx.GraphModule | None = None
         self._made: list[fx.Node] = []  # nodes of the context whose values it returns
-        # Maps placeholders to the model's parameters and buffers; and the indices of these among the graph's inputs.
+        # Maps placeholders to the model's parameters and buffers. `_owned_at`: their indices among the graph's inputs.
         self._owned: dict[fx.Node, torch.Tensor] = {}
         self._owned_at: list[int] = []
 
     def split(
         self, arguments: tuple[Any, ...], like: CapturedGraph | None = None, agree: Agree = lambda weights: weights
     ) -> None:
-        """Cut the graph into stages, given the `arguments` of its first call. Cut it where `like`, the graph for other
-        sizes, was cut, or else by the bytes of nodes, which `agree` makes equal in all processes. Raises
+        """Cut the graph into stages, given the `arguments` of its first call. Cuts it where `like`, the same graph for
+        other sizes, was cut; else, by the bytes that nodes allocate, which `agree` makes equal in all processes. Raises
         UnsupportedModelError for graphs that cannot be recomputed, and OtherAnswerError (Note in `patches.py`).
         """
         if self._is_split:
@@ -105,7 +105,7 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        self._facts, self._is_split = facts, True  # only now, so that a later call raises the errors above again
+        self._facts, self._is_split = facts, True  # only now: after an error above, a later call raises it again
         self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
@@ -126,7 +126,7 @@ class CapturedGraph:
         self._context = Emitter(facts, facts.given, facts.context).finish(self._made)
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether the stages hold the parameters and buffers among these arguments."""
+        """Whether the stages have the same parameters and buffers as the `arguments` of this call."""
         owned = map(arguments.__getitem__, self._owned_at)  # `map`, for speed: this runs in every step
         return self._is_split and all(map(operator.is_, owned, self._owned.values()))
 
@@ -140,7 +140,7 @@ class CapturedGraph:
         return [given for node, given in pairs if any(overwritten_by(each, [node]) for each in self._facts.context)]
 
     def remember_written(self, cut: Cut) -> None:
-        """Tell stages of `cut` which buffers others write into, so that recomputations read their former values."""
+        """Tell the stages of `cut` which buffers the graph writes into: recomputations must read the earlier values."""
         written = [tensor for node, tensor in self._owned.items() if node in self._facts.written]
         remember_moved_elsewhere([function for _, function in cut.stages], written)
 
@@ -150,13 +150,13 @@ class CapturedGraph:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Indices of the last stage's output tensors that get no gradient: if it returns a loss, all but scalars."""
+        """Indices of the last stage's output tensors that get no gradient: if it returns losses, all other tensors."""
         tensors = [node for node in self._leaving if tensors_of(node)]
         losses = losses_of(tensors)
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
-        """Run the context. Return the first stage's inputs, and the graph's inputs and context results by node."""
+        """Run the context. Return the first stage's inputs, and the graph's inputs and context's results by node."""
         if not self.has(arguments):
             now = zip(self._owned, map(arguments.__getitem__, self._owned_at), strict=True)
             self._bind(dict(now))
@@ -172,7 +172,7 @@ class CapturedGraph:
         return [known[each] if isinstance(each, fx.Node) else each for each in self._facts.outputs]
 
     def run_unplanned(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Run the graph unplanned. Raises UnsupportedModelError if it is sharded: only stages gather parameters."""
+        """Run the graph unplanned. Raises UnsupportedModelError for a sharded model: only stages gather parameters."""
         if self._marks is not None:
             raise UnsupportedModelError(
                 f"nothing in the graph of {self._marks.model_name} requires grad, and fully_shard was applied to it; "
@@ -187,14 +187,14 @@ class CapturedGraph:
         if self._context is None:
             return PrefixCost(0.0, 0)
         given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
-        # `enter` has run the context before, so the permanent allocations of libraries are not measured here.
+        # `enter` has run the context before, so libraries have made the allocations that they keep.
         with memory_meter(device) as meter:
             made = _run_context(self._context, given)
         (phase,) = meter.phases.values()
         return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
 
     def let_go_of_parameters(self) -> None:
-        """Replace parameters by ones of one element until the next call, so that FSDP can free the gathered ones."""
+        """Until the next call, hold parameters with memory for one element, so that FSDP can free the gathered ones."""
         now: dict[fx.Node, torch.Tensor] = {}
         for node, tensor in self._owned.items():
             if isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.element_size():
@@ -226,7 +226,7 @@ def _run_context(context: fx.GraphModule, given: list[Any]) -> Any:
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """Raise UnsupportedModelError for a sharded module whose outputs need no gradient: gradients trigger gathering."""
+    """Raise UnsupportedModelError if a sharded module's outputs need no gradient: FSDP gathers when theirs arrive."""
     attached: dict[Any, bool] = {}  # maps each module that began to whether a node since then requires a gradient
     for node in facts.body:
         if node.target is enter:

@@ -1,4 +1,4 @@
-"""Capture a layer of a chain, so that a plan can keep some of its saved values and recompute the others."""
+"""Capture a layer of a chain, so that a plan can keep some of the values that it saves, and recompute the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class CapturedLayer(StageOffers):
-    """Partial storage modes of `layer`, found by `find`; or the modes `named`, which an equal layer, `like`, has."""
+    """Partial storage modes of `layer`: `find` finds them, or they are those `named`, found for an equal layer, `like`."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class CapturedLayer(StageOffers):
         return partial(self._run_in_part, way, skip_output)
 
     def find(self, value: Any, device: torch.device) -> bool:
-        """Find partial storage modes on the input `value`, and return whether there are any. Discards all if one gives
-        other results than the layer, to the bit (not compared on fake tensors). Leaves the layer unchanged.
+        """Find partial storage modes on the input `value`, and return whether there are any. Discards all of them if a
+        step in one gives other values than the layer (not compared on fake tensors). Leaves the layer unchanged.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
@@ -70,14 +70,14 @@ class CapturedLayer(StageOffers):
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
-                if stage is not None and not self._named:  # captured with constant sizes, it would have none, either
+                if stage is not None and not self._named:  # with constant sizes, the layer would have no mode, either
                     return False
                 if self._named:
                     unchecked = prediction() is not None and not self._sharded
                     cause = None if unchecked else self._difference(value, device)
                     if cause is None:
                         return True
-            except Exception as error:  # of any type; the layer itself has run before, so it runs uncaptured
+            except Exception as error:  # of any type: uncaptured, the layer has run before, so use it uncaptured
                 cause = str(error)
             if cause is not None:
                 why = record_fields("not_in_part", name=self._name)
@@ -86,7 +86,7 @@ class CapturedLayer(StageOffers):
         return False
 
     def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
-        """Return the layer as one stage; None unless TorchDynamo captures it as one graph that needs a gradient."""
+        """Return the layer as one stage; None if TorchDynamo captures several graphs, or one that needs no gradient."""
         graphs: list[CapturedGraph] = []
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -117,12 +117,12 @@ class CapturedLayer(StageOffers):
         return self._stages[graph]
 
     def _difference(self, value: Any, device: torch.device) -> str | None:
-        """Say how a step in a partial storage mode differs from a step of the layer itself; None if no bit does."""
+        """Return how a step in some partial storage mode differs from the layer's own step, as text; None if equal."""
         expected, state, saved = self._step(self.layer, value, device)
-        if sets_attributes(self.layer):  # a changed attribute may lead the next run to another graph
+        if sets_attributes(self.layer):  # the forward changes attributes, so its next run may need another graph
             run = self.forward_by(self._named[0])
             with isolated(self.layer, device), torch.enable_grad():
-                # The second run may read attributes that the first has set; changed ones then become symbolic.
+                # The second run reads the attributes that the first has changed, and TorchDynamo makes them symbolic.
                 run(leaves_of(value))
                 run(leaves_of(value))
                 known = len(self._stages)
@@ -143,12 +143,12 @@ class CapturedLayer(StageOffers):
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """Run a step. Return its outputs, gradients and buffers, the random state and, if sharded, saved tensors."""
+        """Run a step. Return outputs, gradients and buffers; the random state; keys of saved tensors, if sharded."""
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():
                 made = tensors_in(run(leaf))
-            # Take the outputs as their own gradients: all-equal gradients could hide an error.
+            # Use each output as its own gradient: a gradient of equal elements could hide an error.
             trained = [tensor for tensor in made if tensor.requires_grad]
             torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
             state = RandomState.now((device,))
@@ -208,7 +208,7 @@ class CapturedLayer(StageOffers):
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whether both tensors are equal bit for bit, except that all NaNs count as equal."""
+    """Whether two tensors have equal values, or both are None. NaN counts as 0, and infinity as the largest value."""
     if found is None or expected is None:
         return found is expected
     return equal(found.nan_to_num(), expected.nan_to_num())

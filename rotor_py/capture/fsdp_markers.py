@@ -1,6 +1,6 @@
-"""Capture a model of `fully_shard`. FSDP's hooks would break the graph. While TorchDynamo traces, other hooks replace
-them, which only add a node to the graph, called a mark. When the graph runs, its marks call FSDP's hooks. While it is
-traced, each sharded parameter is replaced by one without memory, called a hole.
+"""Capture a model that `fully_shard` shards. FSDP's hooks would break the graph. So while TorchDynamo traces, they are
+replaced by hooks that only add a node to the graph, called a mark. When the graph runs, its marks call FSDP's hooks.
+Each sharded parameter is replaced at tracing, too: by one without memory, called a hole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Hook = Callable[..., Any]
 
 
 def enter(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Mark where a module begins. `place` says which one: a string, since an int could become an input of the graph."""
+    """Mark where the module of `group_at(place)` begins. An int as `place` might become an input of the graph."""
     return _passed(tensors)
 
 
@@ -31,14 +31,14 @@ def leave(place: str, *tensors: torch.Tensor) -> Tensors:
 
 
 MARKS: dict[Any, str] = {enter: "enter", leave: "leave"}
-# Keep each mark as one node: otherwise, TorchDynamo would trace the views inside instead.
+# Keep each mark as one node: otherwise, TorchDynamo would trace the `view_as` calls inside the functions.
 for _mark in MARKS:
     torch_compat.allow_in_graph(_mark)
 
 
 @cache  # TorchDynamo's guards compare hooks by identity, in every step and in all models that share a graph
 def marking_hooks(place: str, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> tuple[Hook, Hook]:
-    """Return a forward pre-hook and a forward hook that add marks to the graph, and cast as FSDP's hooks do."""
+    """Return a pre-hook and a hook of a module's forward: they add marks to the graph, and cast as FSDP's hooks do."""
 
     def entering(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return _marked(enter, place, cast((args, kwargs), input_dtype))
@@ -54,32 +54,32 @@ def _passed(tensors: Tensors) -> Tensors:
 
 
 def _marked(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
-    """Pass the tensors of `value` that require a gradient through a mark."""
+    """Return `value` with each tensor that requires a gradient replaced by a view, which a mark in the graph makes."""
     # Modules take and return nested dicts, dataclasses and tuples, so flatten them as FSDP does.
     flat, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     through = mark(place, *[flat[i] for i in at])
-    for i, tensor in zip(at, through, strict=False):  # not strict: a mark without tensors returns an empty one
+    for i, tensor in zip(at, through, strict=False):  # not strict: without inputs, a mark returns one empty tensor
         flat[i] = tensor
     return tree_unflatten(flat, spec)
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-# Oldest version of torch that is supported here. In older ones, FSDP gathers differently during a backward.
+# Oldest torch version with which sharded models can be captured. In older ones, FSDP gathers differently in a backward.
 _OLDEST = (2, 11)
 
 Table = dict[str, nn.Parameter | None]
-Place = tuple[Table, str]  # a module's dict of parameters, and a parameter's name in the dict
+Place = tuple[Table, str]  # a module's dict `_parameters`, and the key of a parameter in it
 
 
 class FSDPMarks:
-    """The groups of a model's sharded parameters, and the holes that replace the parameters during capture. Raises
-    UnsupportedModelError if torch is too old, or if a parameter is a tensor subclass that a hole cannot imitate.
+    """Marks and holes of one model, whose sharded parameters are in `groups`. Raises UnsupportedModelError if torch is
+    too old, or if a parameter is a tensor subclass with its own code for gathering.
     """
 
     def __init__(self, model: nn.Module, groups: list[ShardGroup]) -> None:
         self.groups = groups
-        # Whether marks do nothing, as while stages are measured: then, parameters are gathered around each stage.
+        # Whether marks call no hooks of FSDP. Set while stages are measured, as the measurer itself gathers parameters.
         self.measuring = False
         self._model = model
         self.model_name = type(model).__name__
@@ -104,7 +104,7 @@ class FSDPMarks:
     @property
     def signature(self) -> Hashable:
         """A key that is equal for models whose graphs have the same marks."""
-        # Identify modules by position, so that models of the same structure have the same key.
+        # Identify modules by their position in `modules()`, so that models of the same structure have the same key.
         order = {id(module): position for position, module in enumerate(self._model.modules())}
         return tuple(
             (number, tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
@@ -114,8 +114,8 @@ class FSDPMarks:
 
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
-        """Maps the id of each hole to where its parameter is (a module's dict and the key), and its FSDP group."""
-        # Of a parameter that several modules hold, one place suffices: FSDP puts the same tensor into all of them.
+        """Maps the id of each hole to a pair: where a module has the parameter that it replaces, and the FSDP group."""
+        # If several modules share a parameter, one place suffices: FSDP puts the same tensor into all of them.
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
             for group in self.groups
@@ -145,7 +145,7 @@ class FSDPMarks:
             for each in group.parameters:
                 new += [(module._parameters, name, self._hole(each)) for module, name in each.places]
             for position, module in enumerate(group.modules):
-                # Leave out the model itself: its hooks run outside its `forward`, which alone is traced.
+                # Keep the hooks of the model itself: TorchDynamo traces only `model.forward`, which does not call them.
                 if module is not self._model:
                     hooks = marking_hooks(f"{number} {position}", group.input_dtype, group.output_dtype)
                     new += [(*at, hook) for at, hook in zip(group.hook_places(position), hooks, strict=True)]
@@ -161,7 +161,7 @@ class FSDPMarks:
     def _hole(self, parameter: ShardedParameter) -> nn.Parameter:
         sharded = parameter.sharded
         if id(sharded) not in self._holes:
-            # Use no meta tensor, since TorchDynamo traces operators for the device of each parameter.
+            # A hole needs the parameter's device (not the meta device): TorchDynamo traces operators for this device.
             memory = torch.empty(parameter.size, dtype=parameter.dtype, device=parameter.device)
             hole = nn.Parameter(parameter.laid_out(memory), sharded.requires_grad)
             memory.untyped_storage().resize_(0)
@@ -180,8 +180,8 @@ class FSDPMarks:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        # A run inside a backward is a recomputation. FSDP's hook would count it as a new forward and wait for another
-        # backward, so do not call it. This private function of PyTorch is what FSDP itself uses to find out.
+        # If a backward is running, this is a recomputation, which FSDP's hook would count as a new forward, and wait
+        # for another backward: do not call the hook. FSDP itself calls this private function to detect a backward.
         if torch_compat.current_graph_task_id() != -1:
             in_backward(group)
             return tensors
@@ -193,7 +193,7 @@ class FSDPMarks:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node of a stage is a mark: it calls FSDP's hook, and returns its inputs except `place`."""
+    """Whether a node of a stage's graph is a mark: it calls FSDP's hook, and returns its arguments without `place`."""
     return isinstance(getattr(node.target, "__self__", None), FSDPMarks)
 
 

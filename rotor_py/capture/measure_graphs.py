@@ -47,9 +47,9 @@ from rotor_py.measure.cut import Cut, cut_layers
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 
-# What autograd saves outside captured graphs cannot be planned: code between graphs is never recomputed.
+# Tensors that autograd saves outside captured graphs cannot be planned, as code between graphs is not recomputed.
 
-# Folders of torch and rotor_py. Errors name the innermost line of the stack outside of them, the user's.
+# Folders of torch and rotor_py. Errors name the innermost line of the stack that is in neither: the user's line.
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
 _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
@@ -63,8 +63,8 @@ class SavedOutside(saved_tensors_hooks):
         self.known = known
         self.bytes: dict[int, int] = {}
         self.lines: Counter[str] = Counter()
-        self.line: str | None = None  # if set, the line to which all bytes are ascribed; else the user's innermost line
-        self.packed_line: str | None = None  # a line that runs a recurrent layer on a packed sequence
+        self.line: str | None = None  # the line to which to ascribe all bytes; if None, the user's innermost line
+        self.packed_line: str | None = None  # the last line that runs a recurrent layer on a packed sequence, if any
         # Disable tracing: TorchDynamo would trace the hooks with the model, and recompile for each dtype and layout.
         super().__init__(torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor))
 
@@ -91,7 +91,7 @@ class SavedOutside(saved_tensors_hooks):
             ):
                 self.packed_line = line
             self.lines[line] += sum(new.values())
-        return tensor.detach()  # a node that saved its own result with its history would be in a cycle, never freed
+        return tensor.detach()  # else, a node that saves its own result would be in a cycle that is never freed
 
 
 def is_users(file: str) -> bool:
@@ -100,7 +100,7 @@ def is_users(file: str) -> bool:
 
 
 class _AsOperatorResult(torch.autograd.Function):
-    """Give a tensor a grad_fn, as an operator's result has: autograd forbids in-place writes into leaves."""
+    """Give a leaf a grad_fn, as an operator's result has one: autograd forbids in-place writes into leaves."""
 
     @staticmethod
     def forward(ctx: Any, history: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _AsOperatorResult(torch.autograd.Function):
 
 
 def as_operator_results(value: Any) -> Any:
-    """Give the leaves of `value` that require a gradient a grad_fn, as if operators had made them."""
+    """Return `value`, with a grad_fn for each leaf that requires a gradient, as if an operator had made it."""
     history = torch.empty(0, requires_grad=True)
     apply: Any = _AsOperatorResult.apply  # untyped in torch
 
@@ -123,8 +123,8 @@ def as_operator_results(value: Any) -> Any:
     return tree_map_only(torch.Tensor, made, value)
 
 
-# Upper bound of the bytes that autograd saves outside the graphs, as a share of those that the graphs save. A guess:
-# below the 2 % by which measured peaks may differ from predictions.
+# Upper bound of the bytes that autograd may save outside the graphs, as a share of the bytes that the graphs save. A
+# guess, below the 2 % by which measured peaks may differ from predictions.
 _MOST_OUTSIDE = 0.01
 
 
@@ -139,18 +139,18 @@ def measure_graphs(
     room: CompileBudgetOf | None = None,
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss. With a `compiler`, also compile the main graph and
-    measure the code. Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph needs a
-    gradient, or if code outside all graphs saves too much, and UnusableLossError. The model's own errors pass through.
+    measure its code. Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph needs a
+    gradient or too much is saved outside of graphs, UnusableLossError for such a loss, and the model's own errors.
     """
     model = forward.model
     found = MeasuredGraphs()
     sharding = sharding_of(model, mixed_precision=True)
     inputs = storages(tensors_in([args, kwargs]))
-    # Parameters that autograd saves take no further memory.
+    # Do not count parameters and buffers that autograd saves: their memory exists anyway.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
-        # Suspend the hooks, since what graphs save is measured below. TorchDynamo must not trace under `operators`.
+        # Suspend the hooks, as graphs are measured below. Enter `operators` here, so that TorchDynamo traces without.
         with outside.suspended(), operators():
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
             if not graph.layers:
@@ -160,10 +160,10 @@ def measure_graphs(
             if writing is not None and any(map(inputs.__contains__, storages(graph.overwritten(arguments)))):
                 raise written_input(writing)
             outside.line = None if writing is None else line_of(writing)
-            with nullcontext() if writing is None else outside:  # a context that writes into inputs may save tensors
+            with nullcontext() if writing is None else outside:  # autograd may save tensors for writes into inputs
                 value, values = graph.enter(arguments)
             outside.line = None
-            # `input_owned`: code outside the graph holds its inputs, so a plan cannot free them.
+            # `input_owned`: code outside the graph holds the graph's inputs, so a plan cannot free them.
             cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
             made = as_operator_results(stages.walk(options.progress))
@@ -179,12 +179,12 @@ def measure_graphs(
             found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around, *extra))
         return outputs
 
-    # Restore the random state below: measuring runs stages several times, and each run may draw random numbers.
+    # Restore this random state below: measuring runs stages several times, and each run may draw random numbers.
     state = RandomState.now((device,))
     with attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
         try:
             with outside:
-                # Copy the containers: a forward may change a dict that it gets.
+                # Copy dicts and lists among the arguments, since a forward may change them.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
             found.output = as_left(model, output)  # cast as by FSDP's hook on the model, which did not run here
             found.outputs_held = options.outputs_held or not has_loss(found.output)
@@ -209,12 +209,12 @@ def measure_graphs(
                 found.loss = measure_loss(options.loss, found.output, device=device, output_bytes=trained_bytes)
                 found.layouts = loss_layouts(options.loss, found.output, device)
                 found.settle(main)
-            # If the loss reads an output that is no scalar, the model returned no loss itself: a scalar beside it, such
-            # as CLIP's logit scale, is none. The caller then holds the outputs.
+            # If the loss function reads an output that is no scalar, the model itself returns no loss: a scalar among
+            # its outputs, such as CLIP's logit scale, is none. The caller then holds the outputs.
             read = zip(tensors_in(found.output), found.layouts, strict=True)
             found.outputs_held |= any(tensor.dim() and strides is not None for tensor, strides in read)
         if compiler is not None:
-            # In a process group, compile stage by stage: of a whole graph, other code might fit in each process.
+            # With several processes, compile stage by stage only: of a whole graph, each might choose other code.
             fits = room if options.group is None else None
             budget = None if fits is None else fits(whole_step(found, main.measurement), main.shared)
             agree = partial(largest_anywhere, group=options.group, device=device)
@@ -233,10 +233,10 @@ def _later_graph_bytes(
     earlier: dict[int, int],
     device: torch.device,
 ) -> tuple[int, int]:
-    """Return the bytes that `graph` saves of earlier graphs' results, and the bytes of what its context makes."""
+    """Return the bytes of earlier graphs' results that `graph` saves, and the bytes that its context makes."""
     made, saved = storage_bytes(tensors_in(value), owned_elsewhere=storages(tensors_in(arguments))), set[int]()
     if any(name_of(node).startswith("checkpointed(") for node in graph.graph_module.graph.nodes):
-        return sum(earlier.values()), made  # an upper bound: checkpointed regions save inputs without calling hooks
+        return sum(earlier.values()), made  # an upper bound, as checkpointed regions do not call hooks when they save
 
     def note(tensor: torch.Tensor) -> Any:  # returns None, so that autograd keeps nothing: there is no backward
         saved.update(storages([tensor]))

@@ -1,18 +1,18 @@
 """Replace functions of torch and transformers while TorchDynamo traces a model, so that branches on data can be traced.
 
-`if mask.all(): …` breaks a graph, so libraries skip the test when traced, and take the branch that is right for every
-batch. It may be slower, need more memory, and round differently from the branch that plain training takes.
+A test of data, such as `if mask.all(): …`, breaks a graph. So libraries skip it in traced code, and take the branch
+that is right for every batch. It may be slower, need more memory, and round differently from plain training's branch.
 
 Note [Questions about data]
 
-  1. Traced code tests a condition with `holds(condition)`, called a question, which returns an assumed answer.
-     TorchDynamo goes on with it, and the graph gets a node that compares the condition with the assumed answer.
-  2. The condition must be computable before the first stage. The node that compares it runs before all stages, so
-     before anything that cannot be undone: it raises `OtherAnswerError` if the data give the other answer. The forward
-     is then called again with the other answer assumed, and has another graph.
-  3. The answer no is right for every batch: the library then takes the branch that it takes in any traced code. So
-     no is assumed where a wrong answer could not be corrected: about tensors that require a gradient, after a graph has
-     run, and about the batch if several processes train, which have different batches but must run the same stages.
+  1. Instead of the test, a library's replaced function calls `holds(condition)`: it asks a question. At tracing, this
+     call returns an assumed answer, and adds a node to the graph that compares the condition with this answer.
+  2. When the graph runs, this node runs before all stages, so before anything that cannot be undone. If the data give
+     the other answer, the node raises `OtherAnswerError`. The forward is then called again with the other answer
+     assumed, for which TorchDynamo traces another graph.
+  3. After the answer no, the library takes the branch for any traced code, which is right for every batch. So no is
+     assumed where a wrong answer could not be corrected: if only a stage can compute the condition, once a graph of the
+     forward has run, and about the batch of one of several processes, which all have to run the same stages.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class OtherAnswerError(Exception):
 
 @dataclass
 class Asking:
-    """The questions of one forward: `answers` are assumed for the first, and yes, the faster branch, for the others."""
+    """The questions of one forward. The first ones get the assumed `answers`, and all others yes, the faster branch."""
 
     answers: Answers
-    # Answers assumed so far. A counter in their place might become symbolic, and its `str` would break the graph.
+    # Answers given so far. TorchDynamo might make a count of them symbolic, and `str(count)` would break the graph.
     assumed: Answers = ()
     open: bool = True  # whether no graph has run yet, so that the forward can be called again
 
     def corrected(self, other: OtherAnswerError) -> Answers:
-        """Return the answers to assume next: up to the wrong one, since the other branch may ask other questions."""
+        """Return the answers before the wrong one, then the right one: after it, the model may ask other questions."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
-        while answers and answers[-1]:  # yes is the default: without it at the end, equal answers are equal tuples
+        while answers and answers[-1]:  # yes at the end is assumed anyway, so drop it: answers are keys of a dict
             answers.pop()
         return tuple(answers)
 
@@ -67,12 +67,12 @@ class _Now:
     asking: Asking | None = None
 
 
-# The questions of the forward that is being traced. Traced code assigns them, so each thread's trace reads its own.
+# The traced forward assigns `NOW.asking`. TorchDynamo simulates this, so each thread's trace reads its own questions.
 NOW = _Now()
 
 
 def holds(condition: torch.Tensor) -> bool:
-    """Return in traced code whether `condition` is assumed to hold, and add its check to the graph; see the Note."""
+    """Ask a question in traced code: return the assumed answer, and add the node that checks it to the graph."""
     asking = NOW.asking
     if asking is None or not asking.open:
         return False
@@ -85,7 +85,7 @@ def holds(condition: torch.Tensor) -> bool:
 
 @torch.library.custom_op("rotor::answered", mutates_args=())
 def answered(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
-    """Check an answer when the graph runs: raise OtherAnswerError unless `condition` is as `assumed`."""
+    """When the graph runs, raise OtherAnswerError if `condition` is not as `assumed`, unless `checked` is False."""
     if checked and bool(condition) != assumed:
         raise OtherAnswerError(int(number), not assumed)
     return condition.clone()
@@ -101,7 +101,7 @@ def is_question(node: fx.Node) -> bool:
 
 
 def give_up(node: fx.Node) -> None:
-    """Turn off the check of an answer. Raises OtherAnswerError if the answer is yes: without a check, it must be no."""
+    """Turn off a question's check. Raises OtherAnswerError if yes is assumed: an unchecked answer must be no."""
     condition, number, assumed = node.args[:3]
     if assumed:
         raise OtherAnswerError(int(str(number)), False)
@@ -109,7 +109,7 @@ def give_up(node: fx.Node) -> None:
 
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph with the checks of answers about the batch off: a copy if it has any, since models share it."""
+    """Return the graph without checks of questions about the batch: a copy if it has any, since models share graphs."""
     if not any(is_question(node) and _is_about_the_batch(node) for node in graph_module.graph.nodes):
         return graph_module
     graph = fx.Graph()
@@ -121,7 +121,7 @@ def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphM
 
 
 def _is_about_the_batch(node: fx.Node) -> bool:
-    """Whether the condition depends on values of the graph's inputs, which, unlike sizes, differ between processes."""
+    """Whether a question's condition depends on values in the graph's inputs. These differ between processes."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()
@@ -134,7 +134,7 @@ def _is_about_the_batch(node: fx.Node) -> bool:
     return False
 
 
-# The module or class that has a function, the function's name, and its replacement.
+# The module or class that has a function as an attribute, the attribute's name, and the function to put there.
 Replaced = tuple[Any, str, Callable[..., Any]]
 
 
@@ -168,8 +168,8 @@ class _Replacement:
             self._originals = []
 
 
-# A batch norm that averages over all batches (`momentum=None`) converts its count of batches to a Python float, which
-# would break the graph. As one operator of the graph, the layer does this when the graph runs.
+# With `momentum=None`, BatchNorm averages over all batches, and converts the number of batches to a Python float, which
+# would break the graph. So the whole layer becomes one operator, which converts the number when the graph runs.
 
 
 def batch_norm_over_all(value: torch.Tensor, batches: torch.Tensor, eps: float, *others: Any) -> torch.Tensor:
@@ -195,15 +195,15 @@ def _forward() -> Any:
     return forward
 
 
-# Plain training multiplies all experts with one kernel (`grouped_mm`). TorchDynamo traces this for bfloat16 only, and
-# otherwise expert by expert: slower, perhaps rounded differently. So the kernel becomes one operator of the graph.
+# In plain training, transformers multiplies by all experts' weights in one kernel (`grouped_mm`). When traced, it does
+# so in bfloat16 only, and else expert by expert, which is slower and may round differently. So make it one operator.
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
 
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
-    """Multiply each expert's rows by its matrix, as plain training does; `offs` are the ends of the experts' rows."""
+    """Multiply each expert's rows of `input` by its `weight`; `offs` has the index after each expert's last row."""
     if is_fake(input) or is_fake(weight):
         return torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
     return getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
@@ -219,12 +219,12 @@ def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return multiply_experts
 
 
-# In plain training, transformers drops a mask that masks nothing, so that flash attention can run. Its test reads data,
-# so transformers, when traced, skips the test, builds a dense mask, and repeats keys and values for each head. The
-# replacements ask with `holds` instead. If transformers renames these private functions, the dense mask is built.
+# In plain training, transformers drops a mask that masks nothing, so that flash attention can run. This needs a test of
+# the mask's values, so traced code always builds a dense mask, and repeats keys and values for each head of a query.
+# The replacements ask a question instead. If transformers renames these private functions, it builds the dense mask.
 
 _MASKS = "transformers.masking_utils"
-# Maps functions to the condition under which their result can be dropped: no position is masked, no sequence is packed.
+# Maps names of functions to the condition on their result under which attention needs no mask for it.
 _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prepare_padding_mask": lambda mask: mask.all(),
     "find_packed_sequence_indices": lambda indices: (indices[:, -1] == 0).all(),
@@ -243,7 +243,7 @@ def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor]
 
 
 def _replaced() -> list[Replaced]:
-    # Look only among imported modules: if transformers is not imported, the model does not come from it.
+    # Do not import transformers: if it is not imported yet, the model does not come from it.
     experts, masks = sys.modules.get(_EXPERTS), sys.modules.get(_MASKS)
     found: list[Replaced] = [(BatchNorm, "forward", _forward())]
     if hasattr(experts, _PRODUCT):

@@ -1,5 +1,5 @@
-"""Run one model's captured graphs in training: the graph that saves most bytes for its backward (the main one) by the
-plan, the others storing everything. A plan covers one chain of stages, and allows for the memory of the other graphs.
+"""Run one model's captured graphs in training. Only the graph that saves most bytes for its backward (the main one) is
+planned: a plan is for one chain of stages. Other graphs store everything, which the plan allows for.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from rotor_py.stage.replayed_routing import Stream, streams_of
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
 
-# If a forward reaches another graph than the planned one, that graph is planned, and the forward starts again. Without
-# an earlier graph break, only TorchDynamo's own code has run, which may draw from Python's random stream. Otherwise the
-# model's code has run, too: that forward goes on unplanned, and later ones first copy the model's state.
+# If a forward reaches another graph than the planned one, this graph is planned, and the forward starts again. Before a
+# forward's first graph, only TorchDynamo has run, which may draw from Python's random stream. After a graph break, the
+# model's code has run, too: then the forward goes on unplanned, and later forwards first copy the model's state.
 
 _branching: WeakSet[nn.Module] = WeakSet()  # models that have reached an unplanned graph after a graph break
 _uncaptured: WeakSet[nn.Module] = WeakSet()  # models for which the warning about a forward without graph was logged
 
 
 class _Beginning:
-    """A model's state before a forward; if not `whole`, only the random `streams`, from which tracing may draw."""
+    """A model's state before a forward. Unless `whole`, only the random `streams`, from which tracing may draw."""
 
     def __init__(self, model: nn.Module, streams: Iterable[Stream], *, whole: bool) -> None:
         self.whole = whole
@@ -72,18 +72,18 @@ class CaptureSession:
         self.model = model
         self._granularity = granularity
         self._forward = CapturedForward(model, granularity)
-        # For a plan from a file: cuts layers into the file's stages; raises PlanMismatchError if its layers are others.
+        # Set if the plan is from a file: cuts layers into its stages, or raises PlanMismatchError if they differ.
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
         # Answers about the batch's data that the planned graph assumes (Note in `patches.py`); None without a plan.
         self.answers: Answers | None = None
         self._main: CapturedGraph | None = None
-        # Stages of the main graph, and of the same graph for other input shapes.
+        # Maps the main graph, and the same graph for other input shapes, to their stages.
         self._planned: dict[CapturedGraph, Cut] = {}
         self._unplanned: set[CapturedGraph] = set()
         self._followed_plan = False  # whether the current (or last) forward has reached a planned graph
-        self._went_on = False  # whether that forward has run an unplanned graph in place of the planned one
-        self._beginning: _Beginning | None = None  # state before that forward; None once a planned graph has run
-        self._streams: list[Stream] | None = None  # of Python, NumPy and the model; cached, since finding them is slow
+        self._went_on = False  # whether this forward has run an unplanned graph in place of the planned one
+        self._beginning: _Beginning | None = None  # state before this forward; None once a planned graph has run
+        self._streams: list[Stream] | None = None  # random streams of Python, NumPy and the model; finding them is slow
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -105,9 +105,9 @@ class CaptureSession:
         goes_on: bool = False,
     ) -> Any:
         """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Logs a
-        warning if TorchDynamo captures no graph. If it captures another graph than the planned one, restores the state
-        before the forward and raises PlanMismatchError, or OtherDataError if the batch's data caused this. If it cannot
-        restore it, or if `goes_on`, runs the other graph unplanned, and logs a warning. The model's errors pass on.
+        warning if TorchDynamo captures no graph. If it captures another graph than the planned one, puts back the state
+        before the forward and raises PlanMismatchError, or OtherDataError if the batch's data led there. If the state
+        cannot be put back, or if `goes_on`, runs the other graph unplanned, and logs a warning.
         """
         self._followed_plan = self._went_on = False
         if self._streams is None:
@@ -143,9 +143,9 @@ class CaptureSession:
         compiler: StageCompiler | None = None,
         room: CompileBudgetOf | None = None,
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
-        """Capture and measure all graphs, with symbolic sizes if possible; leave the model unchanged. Return the main
-        graph's stages with the costs of a whole step, and the values that all stages share. With a `compiler`, the
-        first items of the list are compiled variants. The last is uncompiled, and runs unless `follow` sets another.
+        """Capture and measure all graphs, with symbolic sizes if possible; leave the model unchanged. Return a list of
+        measured variants of the main graph, with the costs of a whole step, and the values that all stages share. With
+        a `compiler`, the first variants are compiled. The last is not; it is followed until `follow` sets another.
         """
         self._streams = None
         measure = partial(
@@ -159,7 +159,7 @@ class CaptureSession:
                 raise
             cause = str(error).partition("\n")[0]
         if cause is not None:
-            # Try again after the `except` block, in which the error's traceback would keep tensors alive.
+            # Try again outside the `except` block: inside it, the error's traceback keeps tensors alive.
             self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
             with self._refusing():
                 found = measure(self._forward)
@@ -167,9 +167,9 @@ class CaptureSession:
                 "each shape has a graph, as sizes cannot be symbolic: %s", cause, extra=record_fields("graph_per_shape")
             )
         main = found.main
-        # Keep only the graph: the shared values in `found` may be as large as an input, and the session lives longer.
+        # Keep only the graph: `found` holds the values that all stages share, which may be as large as an input.
         self._main = main.graph
-        # Only the first graph has conditions on data, but another one may be the main graph.
+        # Only the first graph asks questions about data, but another graph may be the main one.
         self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         ways = [MeasuredCut(each.cut, whole_step(found, each.measurement)) for each in (*found.variants, main)]
@@ -179,7 +179,7 @@ class CaptureSession:
     def follow(self, cut: Cut) -> None:
         assert self._main is not None
         self._main.remember_written(cut)
-        self._planned = {self._main: cut}  # without cuts for other shapes, which `_follows_plan` makes again
+        self._planned = {self._main: cut}  # drop the cuts for other shapes: `_follows_plan` makes new ones
 
     def same_graph(self, other: CaptureSession) -> bool:
         """Whether the main graphs of both sessions have the same operators, possibly for different sizes."""
@@ -187,7 +187,7 @@ class CaptureSession:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Raise UnsupportedModelError with the model's source line in place of TorchDynamo's errors, which are long."""
+        """Replace TorchDynamo's errors, which are long, by UnsupportedModelError with the model's source line."""
         try:
             yield
         except TorchDynamoException as error:
@@ -209,14 +209,14 @@ class CaptureSession:
     def _run_graph(
         self, run_stages: RunStages, goes_on: bool, graph: CapturedGraph, arguments: tuple[Any, ...]
     ) -> Sequence[Any]:
-        # The model may run some of its code under `no_grad`, which TorchDynamo captures as another graph.
+        # Gradients are off in code that the model runs under `no_grad`, which TorchDynamo captures as another graph.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
         graph.split(arguments, self._main)
         if not graph.layers:
             return graph.run_unplanned(arguments)
-        # Run the context before `_follows_plan`, since it raises OtherAnswerError if the batch needs another graph. But
-        # if the context writes into inputs, run it only once the graph is to follow the plan.
+        # Run the context before `_follows_plan`, since the context raises OtherAnswerError if the batch needs another
+        # graph. But if the context writes into inputs, run it only once it is clear that the graph follows the plan.
         entered = graph.enter(arguments) if graph.overwriting is None else None
         if not self._follows_plan(graph, goes_on):
             return graph.run_unplanned(arguments)
@@ -225,7 +225,7 @@ class CaptureSession:
         return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph, goes_on: bool) -> bool:
-        """Whether the plan fits this graph. If not, raises PlanMismatchError if the forward can be started again."""
+        """Whether the plan fits this graph. If not, and if the forward can start again, raises PlanMismatchError."""
         if graph in self._planned:
             return True
         try:
@@ -262,7 +262,7 @@ class CaptureSession:
 
 
 def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
-    """Cut `graph` as `cut` cuts `main`. Raises PlanMismatchError unless both graphs differ in sizes only."""
+    """Cut `graph` into stages as `cut` cuts `main`. Raises PlanMismatchError if they differ in more than sizes."""
     # Do not compare names only: for small inputs, a model may run other operators in the same modules.
     names = [[name for name, _ in each.layers] for each in (main, graph)]
     if names[0] != names[1] or not graph.same_as(main):
@@ -280,7 +280,7 @@ def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
         if isinstance(measured, GraphStage) and isinstance(stage, GraphStage):
             stage.be_stored_like(measured)
         missing = set(offers_of(measured).ways()) - set(offers_of(stage).ways())
-        if missing:  # storage modes of `main` that the plan may use
+        if missing:  # the plan may use these storage modes, which the stage of `main` has
             raise PlanMismatchError(f"stage {name}", f"one that can be stored {min(missing)}", "one that cannot")
         stages.append((name, stage))
     return Cut(tuple((name, found[name]) for name, _ in cut.prefix), tuple(stages))

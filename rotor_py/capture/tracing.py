@@ -1,20 +1,20 @@
-"""Configure TorchDynamo's tracing: with symbolic sizes of inputs, so that one graph serves many shapes.
+"""Set TorchDynamo's configuration so that it traces models with symbolic input sizes: one graph serves many shapes.
 
 Note [Sizes of inputs]
 
-By default, TorchDynamo traces a model for one shape, and again when a size has changed; each trace takes seconds.
-rotor_py makes sizes of inputs symbolic from the start. TorchDynamo still traces a separate graph for:
+By default, TorchDynamo traces a model for the shapes of its first inputs, and again when a size has changed; each
+trace takes seconds. rotor_py makes sizes symbolic from the first trace on. TorchDynamo still traces another graph for:
 
-  1. A size of 1, which broadcasts. TorchDynamo assumes that symbolic sizes are at least 2.
+  1. An input with a size of 1, which broadcasts. TorchDynamo assumes that symbolic sizes are at least 2.
   2. A size that the model's own code tests (`if length > 64`, a loop over blocks of the input): a graph serves only the
      sizes for which these tests have the same results.
-  3. An image of another size: of floating-point tensors with four dimensions or more, only the first size is symbolic.
-     Padding and pooling of symbolic sizes give expressions that took over 15 minutes to simplify for a small Swin.
-  4. Any other size, if the model cannot be traced with symbolic sizes.
+  3. Images of another height or width: in floating-point tensors with four dimensions or more, only the first size is
+     symbolic. When all were symbolic, simplifying the sizes of padded images took over 15 minutes for a small Swin.
+  4. Each input shape, if TorchDynamo cannot trace the model with symbolic sizes.
 
-Sizes of parameters and buffers are constants, and so are ints and floats in modules, also in those of `fully_shard`:
-with a symbolic width of a head, tracing a Llama took nine seconds per layer. But an attribute whose value has changed
-between two traces, such as a count of calls or a temperature, becomes symbolic: else, every step would trace again.
+Sizes of parameters and buffers are constants, and so are modules' attributes that are ints or floats: with a symbolic
+head dimension, tracing took nine seconds per layer of a Llama. But if an attribute's value has changed between two
+traces (a count of calls, a temperature), it becomes symbolic: as a constant, it would make every step trace again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rotor_profiling.torch_compat import dynamo_builder as builder
 from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
-Settings = list[tuple[Any, Mapping[str, Any]]]  # pairs of a module or class of torch and new values of its attributes
+Settings = list[tuple[Any, Mapping[str, Any]]]  # pairs: a module or class of torch, and its attributes' new values
 
 
 @contextmanager
 def _set_meanwhile(settings: Settings) -> Iterator[None]:
-    # torch's `config.patch` is slower, and leaks context variables.
+    # Do not use torch's `config.patch`, which is slower and leaks context variables.
     before = [(owner, name, getattr(owner, name)) for owner, values in settings for name in values]
     try:
         for owner, values in settings:
@@ -53,7 +53,7 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-# Number of graphs of a model that are captured at most; then it runs uncaptured. A guess: data has dozens of shapes.
+# Largest number of graphs that are captured of a model; then it runs uncaptured. A guess: data has dozens of shapes.
 MOST_GRAPHS = 64
 _IMAGE = 4  # least number of dimensions of a batch of images: batch size, channels, height and width
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
@@ -67,10 +67,10 @@ _DYNAMO = {
     "use_numpy_random_stream": True,
     # With symbolic sizes, floats in the input, such as a temperature, become symbolic by default.
     "specialize_float": True,
-    # By default, TorchDynamo ignores hooks that are registered or removed after it has traced a module.
+    # By default, TorchDynamo does not trace a module again after hooks have been registered on it or removed.
     "skip_nnmodule_hook_guards": False,
 }
-# By default, equal sizes get one symbol: a graph traced for 8 sequences of length 8 would serve only square batches.
+# By default, sizes that are equal at tracing get one symbol: traced for an 8 x 8 batch, a graph serves no 8 x 9 batch.
 _SHAPES = {"use_duck_shape": False}
 
 
@@ -80,7 +80,7 @@ def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def known_image_sizes(graph: fx.Graph) -> list[tuple[int, list[int]]]:
-    """Return the index of each image among a graph's outputs, and its dimensions of constant size."""
+    """Return a pair for each image among a graph's outputs: its index, and the dimensions whose sizes are constants."""
     returned: Any = graph.output_node().args[0]
     outputs = [tensors_of(node) if isinstance(node, fx.Node) else [] for node in returned]
     return [
@@ -91,21 +91,21 @@ def known_image_sizes(graph: fx.Graph) -> list[tuple[int, list[int]]]:
 
 
 def _is_image(tensor: torch.Tensor) -> bool:
-    return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # attention masks have four dimensions, but are bool
+    return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # boolean attention masks have four dimensions, too
 
 
 class Tracing:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Maps module paths and attribute names to the ints and floats in the model's modules at the last trace.
+        # Maps pairs of a module's path and an attribute's name to the attribute's int or float at the last trace.
         self._seen: dict[tuple[str, str], int | float] = {}
-        self._open: set[str] = set()  # names of attributes that changed between two traces, and become symbolic
+        self._open: set[str] = set()  # names of attributes that TorchDynamo makes symbolic: their values have changed
 
     @contextmanager
     def configured(self, began: Callable[[], None], broke: Callable[[str], None]) -> Iterator[None]:
-        """Set TorchDynamo's configuration as the Note says. Enter this only while it traces, since it is slow.
-        TorchDynamo's start callback calls `began`, except while another thread also compiles. On exit, `broke` is
-        called with the source line of every graph break, as "path:number (text)".
+        """Set TorchDynamo's configuration as the Note says. Enter this only while TorchDynamo traces: it takes long.
+        When TorchDynamo starts to compile, it calls `began`, unless another thread is compiling, too. On exit, `broke`
+        is called for every graph break that has a source line, with this line as "path:number (text)".
         """
         thread, breaks_before = get_ident(), len(graph_break_reasons)
 
@@ -138,7 +138,7 @@ class Tracing:
         self._seen = now
 
     def _numbers_open(self) -> Settings:
-        """Return settings by which TorchDynamo makes those ints and floats symbolic whose name is in `_open`."""
+        """Return settings with which TorchDynamo makes an int or float attribute symbolic if its name is in `_open`."""
         usual: Any = builder.VariableBuilder.wrap_symfloat
 
         def wrap(variables: Any, value: float) -> Any:
@@ -151,10 +151,10 @@ class Tracing:
             if self._is_open(source):
                 return False
             place = source.guard_source
-            # By default, integers in modules of `fully_shard` become symbolic.
+            # By default, TorchDynamo makes ints in modules that `fully_shard` shards symbolic: make them constants.
             return bool(constant(value, source) or (place() if callable(place) else place).is_fsdp_module())
 
-        # The function by which newer releases of TorchDynamo decide whether an integer is a constant.
+        # Newer releases of TorchDynamo call a function of this name to decide whether an int is a constant.
         name = "is_int_specialization_case"
         constant: Any = getattr(builder, name, None)
         return [

@@ -2,8 +2,8 @@
 
 Compiled as a whole, the graph is one stage, and as fast as under `torch.compile`, since operators are fused across the
 borders of stages. A partitioner (`BudgetPartitioner`), not the plan, then chooses the tensors that the forward saves.
-It predicts the peak of each partition before anything is compiled; the compiled stage is measured like any other. If it
-takes more memory than fits, or so much less that a faster partition may fit, a second partition is compiled.
+It predicts the peak of each partition before anything is compiled. The compiled stage is then measured, as any stage
+is. If it exceeds the limit, or is so far below that a faster partition may fit, a second partition is compiled.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class MeasuredGraph:
     # Output tensors of the last stage, as weak references, so that measuring keeps no tensor alive.
     returned: tuple[weakref.ref[torch.Tensor], ...]
     around: tuple[weakref.ref[torch.Tensor], ...] = ()  # inputs and outputs of the graph
-    # Both are 0 for the first graph.
+    # For the first graph of a forward, the next two are 0.
     saved_inputs: int = 0  # bytes of tensors that earlier graphs made and this one saves for its backward
-    context_bytes: int = 0  # bytes of the values that its context makes for the stages
+    context_bytes: int = 0  # bytes of the values that this graph's context makes for its stages
 
     @property
     def measurement(self) -> Measurement:
@@ -79,11 +79,11 @@ class MeasuredGraphs:
     outputs_held: bool = True  # whether the caller holds the model's outputs until the end of the step
     loss: LossCost | None = None
     layouts: Layouts | None = None  # layouts of the gradients that the loss returns for the model's outputs
-    # Compiled variants of the main graph, the probably fastest one first; empty without a compiler, or if none works.
+    # Compiled variants of the main graph, probably the fastest first; empty without a compiler, or if compiling fails.
     variants: list[MeasuredGraph] = field(default_factory=list)
 
     def settle(self, graph: MeasuredGraph) -> None:
-        """Measure the graph again if the loss returns gradients of its outputs in other layouts than was assumed."""
+        """Measure the graph again if the loss returns gradients of its outputs in layouts that were not assumed."""
         if self.layouts is not None:
             # Map by id, since `==` of tensors compares elements.
             pairs = zip(tensors_in(self.output), self.layouts, strict=True)
@@ -92,14 +92,14 @@ class MeasuredGraphs:
 
     @property
     def main(self) -> MeasuredGraph:
-        """The graph that is planned: that which saves most bytes for its backward."""
+        """The graph that is planned: of all graphs, this one saves most bytes for its backward."""
         if len(self.graphs) == 1:  # a shortcut, since adding up saved bytes is slow
             return self.graphs[0]
         return max(self.graphs, key=lambda each: each.saved_bytes)
 
     @property
     def shared_gradient_bytes(self) -> int:
-        """Bytes of gradients of the parameters that several graphs use and that are stepped in the backward."""
+        """Bytes of gradients of parameters that several graphs use, and that an optimizer updates in the backward."""
         uses: Counter[torch.Tensor] = Counter()
         stepped: set[torch.Tensor] = set()
         for graph in self.graphs:
@@ -109,8 +109,8 @@ class MeasuredGraphs:
         return bytes_like(each for each in stepped if uses[each] > 1)
 
 
-# Only the main graph is planned. Everything between its forward and its backward counts as the loss: later graphs, the
-# code between graphs, and the loss. So does the memory that earlier graphs save for their backward.
+# Only the main graph is planned. All that runs between its forward and its backward counts as part of the loss: later
+# graphs, and the code between graphs. So does the memory that earlier graphs save for their backward.
 
 # Whether the code after a graph break holds its inputs until it returns: observed in torch 2.5, not in 2.11 and 2.13.
 _FRAMES_HOLD = TORCH < (2, 11)
@@ -124,7 +124,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     output_bytes = main.stages[-1].activation_bytes
     if after and _FRAMES_HOLD:
         kept += output_bytes
-    # Graphs run their backwards one after the other; a gradient to which several backwards add is held in between.
+    # The backwards of graphs run one after another. In between, gradients to which several of them add stay in memory.
     kept += found.shared_gradient_bytes
     kept += sum(_stored(other)[1] for other in before)
     returned = storages(tensors_in(found.output))
@@ -164,7 +164,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
 
 
 def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulation, int]:
-    """Simulate a graph that stores everything; also return the bytes it holds between its forward and its backward."""
+    """Simulate a step of a graph that stores everything. Return it, and the bytes held between forward and backward."""
     measured = graph.measurement
     chain = replace(measured, outputs_held=False, output_held=output_held).chain(fresh_gradients=True)
     sequence = store_all(chain)
@@ -173,16 +173,16 @@ def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulat
     return whole, whole.after[sequence.index(Loss()) - 1] + carried
 
 
-# Share of a step's time that a second partition must save, as predicted, if the first fits. A guess: compiling is slow.
+# If the first partition fits, share of a step's time that a second must promise to save. A guess: compiling is slow.
 _WORTH_COMPILING = 0.03
-# Share of the bytes left by the first partition that the second may use. A guess: with all, a Llama was 1 % over.
+# Of the bytes that the first partition leaves free, the share for the second. A guess: with 1, a Llama was 1 % over.
 _CAUTION = 0.75
 
 # Number of times that each of two variants is timed in a comparison. A guess: with fewer, noise decides.
 _TURNS = 4
 # Number of further times before a variant is rejected as slower: other programs may have disturbed it. A guess.
 _MORE_TURNS = 8
-# Least share by which a rejected variant is slower. A guess: above noise, so that all runs of a program choose alike.
+# Least share of time by which a variant must be slower to be rejected. A guess: below it, noise would decide.
 _CLEARLY_SLOWER = 0.02
 
 
@@ -202,7 +202,7 @@ class CompileBudget:
         return self.limit - self.budget.fixed.total
 
     def taken(self, measurement: Measurement) -> int:
-        """Return how many of the `available` bytes a step takes that stores all stages, which cost `measurement`."""
+        """Return how many of the `available` bytes a step takes if stages cost `measurement` and store everything."""
         budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
         # `measurement` covers only the graph, so take seconds and scratch bytes of the loss from the uncompiled step.
         plain = self.budget.chain
@@ -253,7 +253,7 @@ def compiled_whole(
         return None
     taken, shown = room.taken(best.measurement), 0 if first.weight is None else first.weight.peak - given
     fits = taken <= available
-    # Assume the same ratio of measured (`taken`) to predicted (`shown`) bytes for the second partition.
+    # Assume that measured (`taken`) and predicted (`shown`) bytes have the same ratio for the second partition.
     expected = available * shown // max(1, taken)
     limit = max(available, shown)
     limit = given + (limit + int(_CAUTION * max(0, expected - limit)) if fits else min(expected, shown - 1))
@@ -327,9 +327,9 @@ def compiled_variants(
 def _stage_by_stage(
     plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None, agree: Agree
 ) -> list[MeasuredGraph]:
-    """Return two variants: with only the stages compiled that get faster, and with all stages compiled that can be.
-    Return only the latter if all or none get faster, and none if no stage can be compiled. A plan then uses one of
-    these, or the uncompiled graph, whichever is faster within its limit. `agree` takes maxima over processes.
+    """Return two variants: in the first, the stages are compiled that get faster; in the second, all that can be.
+    Return only the second if all or none get faster, and no variant if no stage can be compiled. A plan then uses one
+    of these, or the uncompiled graph, whichever is faster within its limit. `agree` takes maxima over processes.
     """
     kinds, seconds = len(compiler.seconds_of), compiler.seconds
     wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]

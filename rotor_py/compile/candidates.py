@@ -1,4 +1,4 @@
-"""Find partitions of a joint graph that trade memory for time: with rotor_solver, and by minimum cuts."""
+"""Find partitions of a joint graph that need less memory but more time: with rotor_solver, and by minimum cuts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rotor_solver import Chain, Option, Sequence, Stage, frontier
 from rotor_solver.max_flow import Network
 from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
-# Number of stages that a forward is cut into at most, roughly. A guess: more make solving slower for little gain.
+# Largest number of stages, roughly, into which a forward is cut. A guess: more make solving slower for little gain.
 _MOST_STAGES = 64
-# A small value, such as a mask, is always kept if it is live at this number of cuts or more.
+# Number of cuts from which on a small value that is live at them, such as a mask, is kept in all partitions.
 _SPREAD = 4
-# Largest size of a small value, as a share of the bytes of all values. A guess: keeping larger ones costs memory.
+# Largest bytes of such a value, as a share of the bytes of all values. A guess: to keep larger ones costs memory.
 _SMALL = 0.01
-_THRESHOLDS = 6  # number of limits of seconds per recomputed byte that are tried. A guess: more make solving slower
+_THRESHOLDS = 6  # number of limits tried for the seconds to recompute a byte. A guess: more make solving slower
 
 
 @dataclass
 class Stages:
     """A joint graph as a chain of stages, for the solver.
 
-    A value is a node of the forward that allocates memory. The forward is cut where the live values have few bytes. A
-    stage is the nodes between two cuts, and its input is the values live at the first one. Each of its options is a set
-    of values that it may keep for its backward: either all that the backward reads, or those of fewest bytes from which
-    operators can recompute the others (a minimum cut, as in `capture/graph/selective_recompute.py`).
+    A value is a node of the forward that allocates memory. The forward is cut where the live values have few bytes. The
+    nodes between two cuts form a stage, whose input is the values live at the first cut. An option of a stage is a set
+    of values to keep for its backward: either all that the backward reads, or those of fewest bytes from which allowed
+    operators recompute the others (a minimum cut, as in `capture/graph/selective_recompute.py`).
     """
 
     joint: JointGraph
@@ -43,7 +43,7 @@ class Stages:
 
     @cached_property
     def values(self) -> dict[fx.Node, None]:
-        """Nodes of the forward that allocate memory, in graph order; for a tuple, the nodes of its elements."""
+        """Nodes of the forward that allocate memory, in graph order. A tuple is represented by its `getitem` nodes."""
         joint = self.joint
         tuples = {node.all_input_nodes[0] for node in joint.forward if node.target is operator.getitem}
         inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
@@ -57,7 +57,7 @@ class Stages:
 
     @cached_property
     def reads(self) -> dict[fx.Node, set[fx.Node]]:
-        """Maps each node of the forward to the values that it reads, directly or through other nodes, such as views."""
+        """Maps each node of the forward to the values that it reads, directly or through nodes such as views."""
         found: dict[fx.Node, set[fx.Node]] = {}
         for node in self.joint.forward:
             found[node] = set()
@@ -93,7 +93,7 @@ class Stages:
         for position in range(1, len(joint.forward)):
             if joint.forward[position].target is operator.getitem or mades[position] - last < apart:
                 continue
-            # Cut here if no position within `apart` allocated bytes, before or after, has fewer live bytes.
+            # Cut here if no position at most `apart` allocated bytes before or after this one has fewer live bytes.
             near = takewhile(lambda p: mades[p] - mades[position] <= apart, range(position + 1, len(lives)))  # noqa: B023
             behind = (p for p in range(position - 1, found[-1], -1) if mades[position] - mades[p] <= apart)
             if all(lives[position] <= lives[each] for each in (*near, *behind)):
@@ -112,7 +112,7 @@ class Stages:
 
     @cached_property
     def shared(self) -> set[fx.Node]:
-        """Values that all options keep: outputs, which the caller holds, and small values live at many cuts."""
+        """Values that all partitions keep: outputs, which the caller holds, and small values live at many cuts."""
         joint = self.joint
         small = _SMALL * self.bytes_of(self.values)
         found = {joint.root[node] for node in joint.outputs if node in joint.root}
@@ -124,7 +124,7 @@ class Stages:
 
     @cached_property
     def inputs(self) -> list[list[fx.Node]]:
-        """For each cut, the values live there that are not `shared`; then an empty list for the end of the forward."""
+        """For each stage, the values live at its start that are not `shared`. Then an empty list, for the loss."""
         own = [value for value in self.values if value not in self.shared]
         found = [[v for v in own if self.positions[v] < start <= self.last_read[v]] for start in self.cuts]
         return [*found, []]
@@ -136,7 +136,7 @@ class Stages:
 
     @cached_property
     def options(self) -> list[list[tuple[int, frozenset[fx.Node]]]]:
-        """For each stage, its options: pairs of a level of recomputation (an index into `parts`) and kept values."""
+        """For each stage, its options: pairs of a level of recomputation (an index of `parts`) and the kept values."""
         return [self._options(number) for number in range(len(self.members))]
 
     def _options(self, number: int) -> list[tuple[int, frozenset[fx.Node]]]:
@@ -145,7 +145,7 @@ class Stages:
         found = {frozenset(targets): 0}
         for level, (again, everywhere) in enumerate(self._cuts_by_level, 1):
             local = self._cut(inside, targets, again)
-            # Also keep values of the stage's input that the recomputation reads, unless a backward reads them, too.
+            # Also keep inputs that the recomputation reads. (Those that a backward reads are other stages' targets.)
             local |= set(self.inputs[number]) & self.needed(number, local) - self.read_backward
             for option in (frozenset(local), everywhere & set(inside)):
                 if self.bytes_of(option) < self.bytes_of(targets):
@@ -154,21 +154,21 @@ class Stages:
 
     @cached_property
     def parts(self) -> list[Set[fx.Node]]:
-        """For each level of recomputation, the values that the graph keeps; at level 0, all that the backward reads."""
+        """For each level of recomputation, the values that all stages together keep; at level 0, all that are read."""
         return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_by_level))]
 
     @cached_property
     def _cuts_by_level(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
-        """For each level above 0, values that it may recompute, and those it keeps. The first level keeps most."""
+        """Pairs for the levels above 0: values to recompute if not kept, and values to keep. The first keeps most."""
         inside = [value for values in self.inside for value in values]
         targets = self.read_backward - self.shared
         found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed()}
         return sorted(((again, kept) for kept, again in found.items()), key=lambda pair: -self.bytes_of(pair[1]))
 
     def _allowed(self) -> list[Set[fx.Node]]:
-        """Return sets of values. Each level of recomputation recomputes values of one set only."""
+        """Return the sets of values that levels of recomputation may recompute, one set for each level."""
         joint = self.joint
-        # Seconds and bytes of a tuple's element are those of the node that returns the tuple.
+        # For an element of a tuple, take the seconds and bytes of the node that returns the tuple.
         sources = {each: each.all_input_nodes[0] if each.target is operator.getitem else each for each in self.values}
         rates = {
             value: self.costs[sources[value]].seconds / max(1, joint.bytes_of(sources[value]))
@@ -182,12 +182,12 @@ class Stages:
         found: list[Set[fx.Node]] = [{value for value, rate in rates.items() if rate <= limit} for limit in limits]
         kinds = partitioners.get_default_op_list()
         fused = {value for value in rates if not kinds.is_compute_intensive(sources[value])}
-        # Further sets have all values but those that PyTorch's partitioner keeps for some budget.
+        # For each of two budgets of PyTorch's partitioner, add a set: all values but those that the partitioner keeps.
         kept = ({joint.root.get(node) for node in saved} for saved in saved_by_torch(joint))
         return [*found, fused, *(set(rates) - each for each in kept)]
 
     def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
-        """Return the values `inside` of fewest bytes from which recomputing values of `again` makes all `targets`."""
+        """Return the values `inside` of fewest bytes from which recomputing values in `again` gives all `targets`."""
         flow = Network("made", "read")
         mine = set(inside)
         for value in inside:
@@ -202,7 +202,7 @@ class Stages:
         return {value for value in inside if (value, "kept") in behind and (value, "made") not in behind}
 
     def needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
-        """Return all nodes that the backward of stage `number` and its recomputation read if the stage keeps `kept`."""
+        """Return all nodes that a stage's recomputation and backward read if the stage keeps the values `kept`."""
         inside, found = set(self.members[number]), set[fx.Node]()
         pending = [value for value in self.inside[number] if value in self.read_backward]
         while pending:
@@ -220,7 +220,7 @@ class Stages:
 
 
 def chains(stages: Stages) -> dict[bool, Chain]:
-    """Return two chains with approximate costs. In that of key True, each option also keeps its stage's output."""
+    """Return two chains with approximate costs, by whether each option also keeps its stage's output."""
     joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
     outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
     backward, returned = _backward(stages), set(joint.gradients)
@@ -248,7 +248,7 @@ def chains(stages: Stages) -> dict[bool, Chain]:
 
 
 def _backward(stages: Stages) -> list[list[fx.Node]]:
-    """Return the backward's nodes by stage: each goes to the last stage of which it, or a later one, reads a value."""
+    """Return the backward's nodes by stage: a node goes to the last stage of which it or a later node reads a value."""
     root, latest = stages.joint.root, 0
     found: list[list[fx.Node]] = [[] for _ in stages.members]
     for node in reversed(stages.joint.backward):
@@ -261,7 +261,7 @@ def _backward(stages: Stages) -> list[list[fx.Node]]:
 def _backward_temps(
     stages: Stages, backward: list[list[fx.Node]], outputs: list[int], gradients: list[int]
 ) -> list[list[int]]:
-    """Return, by level and stage, the peak bytes of its backward beyond kept values and gradients at its borders."""
+    """Return lists by level and stage: peak bytes of the stage's backward, without kept values and border gradients."""
     joint, stage_of = stages.joint, {node: number for number, nodes in enumerate(backward) for node in nodes}
     found = []
     for kept in stages.parts:
@@ -283,7 +283,7 @@ def _backward_temps(
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:
-    """Return the partition that keeps what the memory-persistent `sequence` keeps, and recomputes when it is needed."""
+    """Return the partition that keeps what the memory-persistent `sequence` keeps, and recomputes values when read."""
     operations = list(sequence)
     loss = operations.index(Loss())
     kept = set(stages.shared)
@@ -305,9 +305,9 @@ def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partiti
 
 
 def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], stage: int) -> None:
-    """Write the sequence's operations `ahead`, up to ForwardEnable of `stage`, as runs of the partition's backward."""
+    """Write the operations `ahead` in the sequence, up to ForwardEnable of `stage`, as runs of the backward."""
     if not any(isinstance(operation, ForwardEnable) and operation.stage == stage for operation in ahead):
-        return  # the stage has run already; values that it did not keep, `writer` recomputes when they are read
+        return  # the stage has run again before: `writer` recomputes values that it did not keep when they are read
     while ahead:
         operation = ahead.popleft()
         if not isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
@@ -325,18 +325,18 @@ def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], 
             return
 
 
-# The candidates do not depend on the budget. So a smaller budget never leads to a partition of larger peak.
+# The candidates do not depend on the budget, so that a smaller budget does not lead to a partition of larger peak.
 
 
 # Number of units into which the solver divides memory. A guess: with too few, good candidates are missed.
 _SLOTS = 300
-_WORK = 300_000  # number of nodes in all simulated partitions together, roughly. A guess: this takes some seconds
-# Shares of the bytes saved by default, tried as budgets of PyTorch's partitioner. A guess: each takes about a second.
+_WORK = 300_000  # approximate number of nodes in all simulated partitions together. A guess: this takes some seconds
+# Budgets tried for PyTorch's partitioner: shares of the bytes that it saves by default. A guess: each takes a second.
 _TORCH_BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 # Inductor's code is slower by this factor for our partitions than for PyTorch's of the same predicted time. Measured
 # on a ConvNeXt, for three of our partitions and three of PyTorch's: 1.02 to 1.06.
 _SLOWDOWN = 1.04
-_FEWEST = 32  # number of partitions that each source may give even for large graphs. A guess: fewer miss good ones
+_FEWEST = 32  # number of partitions to try from each source, even for large graphs. A guess: fewer miss good ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class Candidate:
 
 
 def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = None) -> list[Candidate]:
-    """Return partitions by increasing peak; each is faster than those before. `usual`: PyTorch's, if operators fuse."""
+    """Return partitions by increasing peak, each faster than those before. `usual`: PyTorch's, if Inductor compiles."""
     stages = Stages(joint, costs.operators)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     partitions = _mixed(stages, most)
@@ -370,14 +370,14 @@ def by_torch(joint: JointGraph, costs: GraphCosts, budgets: abc.Sequence[float])
 
 
 def torch_partitions(joint: JointGraph, budgets: abc.Sequence[float]) -> list[Partition]:
-    """Return the partitions of `by_torch`, without their costs. No partition recomputes random operators."""
+    """Return the partitions of `by_torch`, without costs. None of them recomputes random operators."""
     early = set(joint.early)
     kept = [[node for node in saved if node in joint.root or node in early] for saved in saved_by_torch(joint, budgets)]
     return [partition_keeping(joint, {joint.allocating(node) for node in each}) for each in kept]
 
 
 def _mixed(stages: Stages, most: int) -> list[Partition]:
-    """Return about `most` partitions whose first stages, which run their backward last, keep less than the others."""
+    """Return about `most` partitions whose first stages keep less than the others: their backward runs last."""
     parts = stages.parts
     pairs = list(combinations(parts, 2))
     cuts = _spread(len(stages.members) + 1, max(2, 1 + most // max(1, len(pairs))))[1:]

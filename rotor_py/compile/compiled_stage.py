@@ -1,4 +1,4 @@
-"""Compile a stage and run its code. Check that partitions with other saved tensors compute the same bits."""
+"""Compile a stage and run its code, in partitions that save different tensors. Check that these compute equal bits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 _DEVICES = (torch.device("cpu"), torch.device("cuda"))  # devices whose autocast settings a stage's code depends on
-MOST_SHAPES = 8  # number of input shapes for which a stage is compiled at most, as TorchDynamo's recompile limit
+MOST_SHAPES = 8  # largest number of input shapes for which a stage is compiled: TorchDynamo's recompile limit is 8, too
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
-    """Whether two codes of `stage` compute equal outputs, buffers and gradients. Leaves the stage unchanged."""
+    """Whether two codes of `stage`, `one` and `other`, compute equal outputs, buffers and gradients."""
     with disable_current_modes():  # dispatch modes that observe the stage's own run must not see these runs
         expected = _results(stage, value, needs_gradient, one)
         found = _results(stage, value, needs_gradient, other)
@@ -42,12 +42,12 @@ def _results(
     stage: nn.Module, value: Any, needs_gradient: Sequence[bool], code: StageCode
 ) -> list[torch.Tensor | None]:
     entered, spec = _as_leaves(value, needs_gradient)
-    # Run on copies: the stage may write into its input, and autograd forbids this for leaves that need a gradient.
+    # Run on copies: the stage may write into its input, which autograd forbids if this is a leaf that needs a gradient.
     copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in entered]
     with isolated(stage, main_device(tensors_in(value))) as parameters, torch.enable_grad():
         made = tensors_in(code.run(stage, tree_unflatten(copies, spec)))
         ends = [tensor for tensor in made if tensor.requires_grad]
-        # Draw output gradients after the run: if the codes drew different amounts of random numbers, they differ, too.
+        # Draw output gradients after the run, so that they differ if the two codes draw different amounts of numbers.
         arriving = [torch.randn_like(tensor) for tensor in ends]
         wanted = [tensor for tensor in (*tensors_in(entered), *parameters) if tensor.requires_grad]
         gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
@@ -56,7 +56,7 @@ def _results(
 
 
 def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], TreeSpec]:
-    """Flatten `value` and detach its tensors, with `requires_grad` set to the entries of `needs_gradient` in order."""
+    """Flatten `value` and detach its tensors. `needs_gradient` has the `requires_grad` to set for each, in order."""
     leaves, spec = tree_flatten(value)
     flags = iter(needs_gradient)
     found = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -64,7 +64,7 @@ def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], T
 
 
 class StageCompiler:
-    """Compiles a model's stages with Inductor's options `config`; stages that can share code are compiled once."""
+    """Compiles a model's stages with the options `config` of Inductor, and stages that can share code only once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -114,8 +114,8 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     """Return a key that is equal for stages that can share compiled code."""
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for _, _, tensor in owned_slots(stage))
-    # A signature does not cover the modules that a graph calls, so a stage that calls any shares its code with none.
-    # Children of the plain type nn.Module are not called: they hold parameters of `fully_shard`.
+    # A signature does not describe modules that a graph calls, so a stage that calls modules shares no code.
+    # Children of the plain type nn.Module are not called: they hold sharded parameters.
     graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
@@ -127,10 +127,10 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     The `partitioner`, by default AOTAutograd's, chooses the tensors that the forward saves. Each name in `ways` is a
     further storage mode, whose code saves other tensors: see the Note in `stage_code.py`. If `plain` cannot be
-    compiled, it runs itself; if it has pieces that are compiled one by one, each piece is a stage of this class.
+    compiled, it runs uncompiled. If it is to be compiled in pieces, each piece is a stage of this class.
 
-    `name` appears in log messages. `plain` may declare which input tensors need a gradient. Otherwise, this is taken
-    from `like`, the same stage for other shapes, or from the first run.
+    `name` appears in log messages. Which input tensors need a gradient is declared by `plain`, or else taken from
+    `like` (the same stage for other shapes), or else from the input of the first run.
     """
 
     saves_through_hooks = False  # torch.autograd.graph.saved_tensors_hooks would make PyTorch recompile the code
@@ -152,7 +152,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self.plain = plain
         self._name = name
         self._compiler = compiler
-        # Maps the input's shapes to a dict from storage mode to code. The mode None uses `partitioner`.
+        # Maps the shapes of an input to a dict from storage modes to codes. The code for None is by `partitioner`.
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
@@ -164,7 +164,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._in_pieces = offers_of(plain).in_pieces(self._piece)
 
     def prepare(self, value: Any) -> bool:
-        """Compile for inputs like `value` without a run; return whether this worked. Raises as `StageCompiler.code`."""
+        """Compile for inputs like `value`; return whether this worked. Raises the errors of `StageCompiler.code`."""
         return self._code(value) is not None
 
     @property
@@ -175,11 +175,11 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     @property
     def code(self) -> StageCode | None:
-        """The code for the first input shape; None if the stage is not compiled, or if its pieces are."""
+        """The code for the first input shape; None if the stage is not compiled, or is compiled in pieces."""
         return next(iter(self._codes.values()), {}).get(None)
 
     def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
-        """Return this stage with the further storage modes `ways`, and AOTAutograd's own partitioner."""
+        """Return a copy of this stage with AOTAutograd's own partitioner and the further storage modes `ways`."""
         found = CompiledStage(self.plain, self._name, self._compiler, ways=ways, like=self)
         remember_effects(found, recall_effects(self))
         remember_moving(found, recall_moving(self))
@@ -191,7 +191,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         return getattr(self._partitioner, "limit", None)
 
     def like(self, other: nn.Module) -> CompiledStage:
-        """Return this stage for other shapes: `other` is the same stage, uncompiled, for these shapes."""
+        """Return this stage for other input shapes. `other` is the uncompiled stage for these shapes."""
         return CompiledStage(
             other, self._name, self._compiler, partitioner=self._partitioner, ways=self._ways, like=self
         )

@@ -1,4 +1,4 @@
-"""Read the joint graph of forward and backward that AOTAutograd traces."""
+"""Read the joint graph that AOTAutograd traces, one graph for forward and backward."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from rotor_profiling.storage import allocated, tensors_in
 from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
 
-# AOTAutograd gives a partitioner one graph for forward and backward, whose results are never overwritten, so most can
-# be recomputed at any time. Three sorts of nodes cannot: random operators would draw other values, collectives and
-# other effects would happen twice, and readers of a buffer that the forward overwrites would read its new values.
+# Most nodes of a joint graph can be recomputed at any time, since no node overwrites their inputs. Three sorts of nodes
+# cannot: random operators would draw other values, collectives and other operators with effects would have these twice,
+# and operators that read a buffer which the forward overwrites would read its new values.
 
 
 # torch 2.13 has `optimization_hint`, and torch 2.11 has `size_hint`.
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
-# Namespaces whose operators depend on nothing but their arguments. Custom operators may depend on more.
+# Namespaces of operators whose results depend only on their arguments. Custom operators may read other state.
 _REPLAYED = ("aten", "prims", "_quantized", "quantized", "quantized_decomposed")
-UNKNOWN_SIZE = 4096  # value assumed for a tensor size that depends on data, as in PyTorch's own partitioner
-# In training, the outputs of a batch norm do not depend on these arguments.
+UNKNOWN_SIZE = 4096  # the size assumed where a tensor's size depends on data, as in PyTorch's own partitioner
+# Arguments of a batch norm on which its outputs do not depend in training.
 _RUNNING_STATISTICS = {"running_mean", "running_var"}
 
 
 @dataclass
 class JointGraph:
-    """The joint graph of `module`. Its first `num_outputs` outputs are the forward's, the others are gradients."""
+    """The joint graph `module`. Its first `num_outputs` outputs are those of the forward, the others are gradients."""
 
     module: fx.GraphModule
     num_outputs: int
 
     @cached_property
     def device(self) -> torch.device:
-        """The device whose memory counts: an accelerator if the graph uses one."""
+        """The device whose memory is planned: the accelerator if an input is on one, else the CPU."""
         return main_device(tensors_in([node.meta.get("val") for node in self.inputs]))
 
     @cached_property
@@ -65,7 +65,7 @@ class JointGraph:
     def forward(self) -> list[fx.Node]:
         """Nodes of the forward, in order: ancestors of the outputs, and nodes not tagged as part of the backward."""
         before = self._before_gradients
-        # Include ancestors: a graph pass may have merged a forward node into an equal one with a backward tag.
+        # Include ancestors that are tagged as backward: a graph pass may have merged an equal forward node into one.
         tags = partitioners._has_tag_is_backward, partitioners._has_tag_must_be_in_backward
         own = (node for node in before if not any(tagged(node) for tagged in tags))
         needed = ancestors([*self.outputs, *own])
@@ -73,7 +73,7 @@ class JointGraph:
 
     @cached_property
     def early(self) -> list[fx.Node]:
-        """Nodes of autograd's backward that can run in the forward, since they read no gradient: a ReLU's mask, say."""
+        """Nodes of the backward that read no gradient, so that they can run in the forward, such as a ReLU's mask."""
         forward = set(self.forward)
         found, ready = [], {*self.primals, *forward}
         for node in self._before_gradients:
@@ -127,7 +127,7 @@ class JointGraph:
 
     @cached_property
     def allocations(self) -> dict[fx.Node, dict[int, int]]:
-        """Maps each node to a dict from the storages of its tensors to their bytes. A view has its base's storage."""
+        """Maps each node to a dict from its tensors' storages to bytes. A view has the same storage as its base."""
         return {node: _storages(node.meta.get("val")) for node in self.module.graph.nodes}
 
     @cached_property
@@ -135,7 +135,7 @@ class JointGraph:
         """Maps each node of the forward to the node that allocated its memory: itself, unless it is a view."""
         found: dict[fx.Node, fx.Node] = {}
         for node in (*self.primals, *self.forward):
-            # A `getitem` node shares memory with an input of the operator that returned the tuple, or with no node.
+            # A `getitem` node shares memory with inputs of the operator that returned the tuple, if with any node.
             read = node.all_input_nodes[0].all_input_nodes if node.target is operator.getitem else node.all_input_nodes
             viewed = next((each for each in read if each in found and self._shares(node, each)), None)
             found[node] = node if viewed is None else found[viewed]
@@ -197,10 +197,10 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def saved_by_torch(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:
-    """Return the nodes that PyTorch's partitioner saves for each of `budgets`, shares of the bytes saved by default."""
+    """Return the nodes that PyTorch's partitioner saves for each budget, a share of the bytes saved by default."""
     found = partitioners.classify_nodes(joint.module, [], joint.num_outputs)
     never = int(1e9)
-    for node in reversed(joint.module.graph.nodes):  # `choose_saved_values_set` reads this distance from the backward
+    for node in reversed(joint.module.graph.nodes):  # `choose_saved_values_set` reads each node's `dist_from_bw`
         near = [user.dist_from_bw + 1 for user in node.users if node.op != "output"]
         node.dist_from_bw = 0 if node.op != "output" and not found.is_required_fw(node) else min([never, *near])
     return [partitioners.choose_saved_values_set(joint.module.graph, found, budget) for budget in budgets]
@@ -211,7 +211,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def known(size: Any) -> int:
-    """Return a size as an int: for a symbolic one, its value for the inputs for which the graph is compiled."""
+    """Return a size as an int. A symbolic size has a value for the inputs for which the graph is compiled."""
     return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
 
 
@@ -243,4 +243,4 @@ def guard_sizes(inputs: list[fx.Node]) -> None:
                 fields = record_fields("size_depends_on_data", name=str(size.node.expr), assumed=UNKNOWN_SIZE)
                 _log.warning(said, size.node.expr, UNKNOWN_SIZE, extra=fields)
             elif isinstance(size.node.expr, sympy.Symbol):
-                bool(size <= known(size))  # evaluating this adds a guard, checked before each call of the code
+                bool(size <= known(size))  # `bool` adds a guard, which TorchDynamo checks before each call of the code

@@ -34,7 +34,7 @@ Call = Callable[..., Any]
 
 
 class _GraphStepToken:
-    """Lives as long as a training step: first the autograd graph of the outputs holds it, then the backward pass."""
+    """Lives as long as a step: until the backward begins, hooks on the outputs hold it, and then autograd's engine."""
 
     __slots__ = ("__weakref__",)
 
@@ -42,8 +42,8 @@ class _GraphStepToken:
 class GraphWatch:
     """Measure the peak memory of one training step of a graph, from this object's creation to the end of the backward.
 
-    `held_bytes` are the bytes of the graph's inputs, parameters included. Memory that the caller allocates between
-    forward and backward does not count, except the gradients of the graph's outputs.
+    The peak includes `held_bytes`, the bytes of the graph's inputs and parameters, and gradients of the outputs, but
+    not what the caller allocates otherwise between forward and backward.
     """
 
     def __init__(self, device: torch.device, held_bytes: int) -> None:
@@ -67,7 +67,7 @@ class GraphWatch:
             return
         self._watch.mark("between")
         token = _GraphStepToken()
-        # The step ends when nothing holds the token any more: after the backward, or if the outputs are dropped.
+        # The step ends when nothing holds the token any more: after the backward, or once the caller drops the outputs.
         weakref.finalize(token, self._over).atexit = False
         self._token = weakref.ref(token)
         owned = [token]
@@ -82,8 +82,8 @@ class GraphWatch:
         assert self._watch is not None
         self._gradients.append(gradient)
         if owned:
-            # The watch cannot be stopped inside a backward. This callback only holds the token: autograd's engine frees
-            # both when the backward ends, and then `_over` stops the watch.
+            # The watch cannot be stopped inside a backward. This callback has the token as its argument, and autograd
+            # frees both when the backward ends: then `_over` stops the watch.
             torch_compat.queue_callback(partial(id, owned.pop()))
             self._watch.mark("backward")
 
@@ -98,8 +98,8 @@ class GraphWatch:
 
 
 # Inductor fuses operators and allocates buffers, so the peak of its code is known only after a run. If the first step
-# exceeds the budget, the graph is recompiled before the next one: with smaller kernels, since large ones hold values of
-# several layers at once, and for a budget reduced by the excess. Later steps run the code with the smaller peak.
+# exceeds the budget, the graph is recompiled before the second step: with smaller kernels, since large ones hold values
+# of several layers at once, and for a smaller budget. Later steps run whichever of the two codes has the smaller peak.
 
 
 class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
@@ -112,12 +112,12 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
     def __call__(
         self, model_: fx.GraphModule, inputs_: list[Any], *, config_patches: dict[str, Any] | None = None
     ) -> Call:
-        # Copy the graph, since compiling rewrites it. The copy is small: parameters are inputs.
+        # Copy the graph, since compiling rewrites it. The copy has no parameters, which are inputs of the graph.
         graph = copy.deepcopy(model_)
         tracing_now, compiling_now = TracingContext.try_get(), CompileContext.try_get()
 
         def compiled(partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
-            """Compile the graph, also later, in TorchDynamo's context of this first call; small kernels if `narrow`."""
+            """Compile the graph in the context of TorchDynamo's first call, also later. `narrow`: in small kernels."""
             # Import Inductor only here, since the import takes a second.
             from rotor_profiling.torch_compat import compile_fx
             from rotor_profiling.torch_compat import inductor_config as config
@@ -143,7 +143,7 @@ class WatchedGraph:
         self._compile: Callable[..., Call] | None = compilation
         self._partitioner = partitioner.for_one_graph(0)
         self._call = compilation(self._partitioner, narrow=False)
-        self._first: tuple[int, Call] | None = None  # the first code and its peak in bytes, if this exceeds the budget
+        self._first: tuple[int, Call] | None = None  # if over the budget, the first code's peak in bytes, and this code
         self._watch: GraphWatch | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -152,7 +152,7 @@ class WatchedGraph:
         if self._compile is None or not torch.is_grad_enabled():
             return self._call(*arguments)
         if self._watch is not None and self._watch.in_flight:
-            self._watch.give_up()  # this forward begins before the last one's backward, so the peak would include both
+            self._watch.give_up()  # the last forward's backward has not run yet, so the peak would be that of two steps
             return self._call(*arguments)
         self._watch = GraphWatch(main_device(tensors_in(arguments)), storage_bytes(tensors_in(arguments)))
         try:
@@ -170,8 +170,8 @@ class WatchedGraph:
         if peak > limit and self._first is None:
             said = "recompiling a graph to need less memory: a step of Inductor's code takes %s, and its budget is %s"
             _log.info(said, *sizes, extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit))
-            # Reserve the bytes by which the step exceeded its partition's predicted peak. If the code came from torch's
-            # cache on disk, this prediction is unknown, so reserve those by which it exceeded the limit.
+            # Reserve the bytes by which the step exceeded its predicted peak. If the code came from torch's cache on
+            # disk, this prediction is unknown: then reserve the bytes by which the step exceeded the limit.
             weight = self._partitioner.weight
             self._first = peak, self._call
             self._partitioner = self._partitioner.for_one_graph(max(peak - (weight.peak if weight else limit), 1))
@@ -187,7 +187,7 @@ class WatchedGraph:
                 limit_text(peak), *sizes,
                 extra=record_fields("graph_over_budget", peak_bytes=peak, mem_limit=limit),
             )  # fmt: skip
-        self._compile = self._first = None  # free the graph and the code that is not used
+        self._compile = self._first = None  # the decision is final: free the graph and the code that lost
 
 
 class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
@@ -199,7 +199,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     Under aot_eager and other backends that run operators one by one, no step exceeds the limit. Inductor's code is
     measured in its first step, and recompiled if it exceeds the limit; if it still does, a warning is logged. To fit,
-    the backward recomputes values that take little time. Results are as if all were saved (Inductor's: up to rounding).
+    the backward recomputes some values. Results are those of a step that saves all (with Inductor, up to rounding).
 
     The budget belongs to the compiled model: it applies after the block, too, and when the graph is recompiled for
     another shape. Models that were compiled before the block are not affected. `options` does the same without a block:
@@ -211,7 +211,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     """
 
     def __init__(self, limit: int | str) -> None:
-        parse_bytes(limit, device_bytes=1)  # only a check: the device is known when a graph is compiled
+        parse_bytes(limit, device_bytes=1)  # only to check the text: the device is known when a graph is compiled
         self.limit = limit
         self.compiled = 0
         """Number of calls of `torch.compile` inside the block."""
@@ -262,7 +262,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         from rotor_profiling.torch_compat import AotAutograd, boxed_nop, lookup_backend
 
         partition = BudgetPartitioner(self.limit)
-        if backend == "aot_eager":  # this backend is a function, which makes an AotAutograd for every graph
+        if backend == "aot_eager":  # not an AotAutograd, but a function that makes one for every graph
             return AotAutograd(
                 fw_compiler=boxed_nop,
                 bw_compiler=boxed_nop,
@@ -282,7 +282,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 _current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)
 
 
-_blocks = 0  # number of `memory_budget` blocks that are open in any thread; `torch.compile` is replaced while there are
+_blocks = 0  # number of `memory_budget` blocks open in all threads; while it is not 0, `torch.compile` is replaced
 _lock = threading.Lock()
 _plain_compile: Any = torch.compile
 

@@ -1,4 +1,4 @@
-"""Measure the time and scratch memory of a graph's operators, run one by one, and estimate those of fused operators."""
+"""Measure the time and scratch memory of each operator of a graph, and estimate the costs of fused operators."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from rotor_profiling.torch_compat import (
 from rotor_py.compile.joint_graph import JointGraph, is_number, known
 from rotor_py.errors import record_fields
 
-# On the CPU, Inductor converts images and weights of convolutions to channels-last, and so copies inputs of another
-# layout. oneDNN's scratch memory depends on the layout, too: for a U-Net's layers, by factors of 0.1 to 3.
+# On the CPU, Inductor converts images and weights of convolutions to channels-last, so it copies inputs in another
+# layout. This also changes oneDNN's scratch memory: to 0.1 to 3 times as much, as measured for the layers of a U-Net.
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # the channels-last layout by number of dimensions
 
 
 def laid_out(node: fx.Node) -> int:
-    """Return how many leading arguments of a node Inductor converts to channels-last: 2 or 3 of a CPU convolution's."""
+    """Return the number of leading arguments that Inductor converts to channels-last: above 0 for CPU convolutions."""
     value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return 0
@@ -43,15 +43,15 @@ def laid_out(node: fx.Node) -> int:
 
 
 def copied_bytes(node: fx.Node, last: int) -> int:
-    """Return the bytes that Inductor copies to convert the first `last` arguments of a node to channels-last."""
+    """Return the bytes that Inductor copies to convert a node's arguments up to number `last` to channels-last."""
     if not last:
         return 0
-    wanted: Any = node.args[-1]  # of a backward: which gradients to compute, the image's first
+    wanted: Any = node.args[-1]  # of a backward: whether to compute the gradients of image, weight and bias
     # The backward reads the weight only to compute the gradient of the image.
     read = node.args[: last - 1 if node.target is _BACKWARD and not wanted[0] else last]
     copied = 0
     for value in read:
-        # Only inputs of the graph are copied: Inductor's code computes other values in this layout.
+        # Only inputs of the graph are copied: Inductor's code makes all other values in this layout at once.
         if isinstance(value, fx.Node) and value.op == "placeholder":
             tensor = value.meta["val"]
             layout = _LAST.get(tensor.dim())
@@ -60,15 +60,15 @@ def copied_bytes(node: fx.Node, last: int) -> int:
     return copied
 
 
-# Every operator of the graph runs alone, once for all nodes with equal arguments (`_kind`), on tensors of their sizes.
-# Its time decides which values to recompute. Its scratch memory, which the graph does not show, adds to the peak.
+# Each operator is run by itself on tensors of its arguments' sizes, once for all nodes with an equal `_kind`. Its time
+# decides which values to recompute. Its scratch memory, which the graph does not show, adds to the peak.
 
 
 _log = logging.getLogger("rotor_py")
 
-# Bytes per second assumed for operators that cannot be timed. A guess: if wrong, values are kept that recompute faster.
+# Bytes per second assumed for operators that cannot be timed. A guess: a low one keeps what is faster to recompute.
 _BYTES_PER_SECOND = 1e10
-# Number of timed runs of an operator; the fastest counts, as disturbances only slow runs. A guess: more take longer.
+# Number of timed runs of an operator. The fastest counts, as other programs only slow runs. A guess: more take longer.
 _RUNS = 3
 
 
@@ -77,20 +77,20 @@ class Cost:
     """Costs of one run of an operator."""
 
     seconds: float = 0.0
-    scratch: int = 0  # peak bytes beyond inputs and outputs
-    keeping: float = 0.0  # seconds to write its value to memory in the forward and to read it in the backward, if fused
+    scratch: int = 0  # peak bytes while it runs, beyond its inputs and outputs
+    keeping: float = 0.0  # if fused, seconds to write the result to memory in the forward and read it in the backward
 
 
-# Costs by operator and arguments (`_kind`), measured once in a process, so that equal budgets lead to equal partitions.
+# Maps each `_kind` to its costs, measured only once in a process, so that equal budgets lead to equal partitions.
 _known: dict[Hashable, Cost] = {}
 
 
-# Maps an operator and its arguments' sizes to a function that makes such arguments and returns a call with them.
+# Maps each `_kind` to a function that makes arguments, and returns a function that calls the operator with them.
 _Runs = dict[Hashable, Callable[[], Callable[[], Any]]]
 
 
 def operator_costs(joint: JointGraph, *, inductor: bool = False) -> dict[fx.Node, Cost]:
-    """Return the cost of every operator. `inductor`: measure CPU convolutions in the layouts that Inductor chooses."""
+    """Return the cost of every node. `inductor`: measure CPU convolutions in the layouts that Inductor chooses."""
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
     copied: dict[fx.Node, int] = {}
@@ -130,7 +130,7 @@ def _kind(node: fx.Node) -> Hashable:
 def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, int]]) -> None:
     device = joint.device
     with ExitStack() as stack:
-        # During compilation, tensors are fake and operators are traced: leave these modes to run real operators.
+        # The compiler calls this in modes that make tensors fake and trace operators. Leave them to run real operators.
         for mode in (unset_fake_temporarily, disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
             stack.enter_context(mode())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -166,7 +166,7 @@ def _tensor_like(value: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(
         tuple(map(known, value.shape)), tuple(map(known, value.stride())), dtype=value.dtype, device=value.device
     )
-    # Fill floating-point tensors with an ordinary value, and others with 0, which is a valid index.
+    # Fill floating-point tensors with 0.5, and other tensors with 0, which is a valid index.
     return made.fill_(0.5) if made.is_floating_point() else made.zero_()
 
 
@@ -213,12 +213,12 @@ def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
     return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}
 
 
-# A cheap operator that runs alone spends most of its time on reading and writing memory. Fused by Inductor, it leaves
-# its value in a register. Recomputing this value in the backward's kernel is then faster than keeping it in memory.
+# A cheap operator spends most of its time on reading and writing memory. When Inductor fuses it with others, its value
+# stays in a register. To recompute the value in a kernel of the backward is then faster than to keep it in memory.
 
 
-# Seconds of a fused operator, as a share of its seconds alone. A guess: if too high, the partition keeps values that
-# are faster to recompute; if too low, it recomputes values that are faster to keep.
+# Seconds of a fused operator, as a share of its seconds when it is not fused. A guess: if too high, partitions keep
+# values that are faster to recompute; if too low, they recompute values that are faster to keep.
 _SHARE = 0.15
 _REDUCED_SHARE = 0.5  # the same share for a fused reduction, whose input is in memory
 _SAMPLE_BYTES = 1 << 22
@@ -226,7 +226,7 @@ _FUSED_RUNS = 5
 
 
 def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
-    """Estimate the costs of operators that Inductor fuses, from the measured `costs` of operators run one by one."""
+    """Return `costs` with estimates for the operators that Inductor fuses, in place of what was measured unfused."""
     kinds = partitioners.get_default_op_list()
     found = {}
     for node, cost in costs.items():
@@ -241,7 +241,7 @@ def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, 
 
 
 def reduces(node: fx.Node) -> bool:
-    """Whether a node returns a tensor with fewer elements than one that it reads, as a sum does."""
+    """Whether a node returns a tensor with fewer elements than an input tensor has, as a sum does."""
     value = node.meta.get("val")
     read = [each.meta.get("val") for each in node.all_input_nodes]
     sizes = [each.numel() for each in read if isinstance(each, torch.Tensor)]
@@ -250,7 +250,7 @@ def reduces(node: fx.Node) -> bool:
 
 @cache
 def _seconds_per_byte(device: torch.device) -> float:
-    """Measure the seconds that it takes, for each byte, to write newly allocated memory and to read it."""
+    """Return the measured seconds, per byte, to allocate and write memory and then to read it."""
     with unset_fake_temporarily(), disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
         source = torch.ones(_SAMPLE_BYTES // 4, device=device)
         return min(_timed(lambda: source.clone().sum(), device) for _ in range(_FUSED_RUNS)) / _SAMPLE_BYTES

@@ -1,4 +1,4 @@
-"""Split a joint graph into the graphs of forward and backward, and simulate the memory of a step of both."""
+"""Split a joint graph into a forward graph and a backward graph, and simulate the memory of a step that runs both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, r
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One run of a node. `reads` maps each input to the run in the same graph that made it, or else to itself."""
+    """One run of a node. `reads` maps each node that it reads to the run in this graph that made it, else to itself."""
 
     node: fx.Node
     reads: dict[fx.Node, Run | fx.Node]
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Nodes of the `forward`, nodes whose values are `saved` (also the graph's inputs), and runs of the `backward`."""
+    """Nodes of the `forward`, nodes whose values are `saved` (some are graph inputs), and runs of the `backward`."""
 
     forward: tuple[fx.Node, ...]
     saved: frozenset[fx.Node]
@@ -48,12 +48,12 @@ class Partition:
 
 @dataclass
 class BackwardWriter:
-    """Writes the backward as a list of runs. A value that was not kept is recomputed right before its first reader."""
+    """Writes the backward as a list of runs. A value that is not `kept` is recomputed right before its first reader."""
 
     joint: JointGraph
     kept: set[fx.Node]  # nodes whose values the forward keeps; all of them allocate memory, some are `JointGraph.early`
     runs: list[Run] = field(default_factory=list)
-    # Values that now exist besides `kept`: recomputed ones of the forward, and the backward's own.
+    # Maps nodes whose values exist at this point of the backward to the runs that made them. Leaves out `kept`.
     available: dict[fx.Node, Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class BackwardWriter:
                 self.siblings.setdefault(node.all_input_nodes[0], []).append(node)
 
     def write(self, node: fx.Node) -> None:
-        if node in self.available or node in self.kept:  # an element of an unpacked tuple, or a value of the forward
+        if node in self.available or node in self.kept:  # an element of an unpacked tuple, or run in the forward
             return
         for each in node.all_input_nodes:
             self.make(each)
@@ -86,7 +86,7 @@ class BackwardWriter:
             self.available.pop(node, None)
 
     def partition(self) -> Partition:
-        """Return the partition, without runs whose values have no reader."""
+        """Return the partition, without the runs whose values are not read."""
         joint = self.joint
         needed = {run for node in joint.gradients if (run := self.available.get(node)) is not None}
         needed.update(run for run in self.runs if run.node not in self.forward and not run.node.users)
@@ -112,7 +112,7 @@ class BackwardWriter:
         run = Run(node, {each: self.available.get(each, each) for each in node.all_input_nodes})
         self.runs.append(run)
         self.available[node] = run
-        # Unpack a tuple at once, since it would keep tensors alive that nobody reads.
+        # Unpack a tuple at once, since it would keep elements alive that no later run reads.
         for each in self.siblings.get(node, ()):
             if each not in self.kept:
                 self.available[each] = Run(each, {node: run})
@@ -122,7 +122,7 @@ class BackwardWriter:
 
 
 def partition_keeping(joint: JointGraph, kept: Iterable[fx.Node]) -> Partition:
-    """Return the partition that keeps `kept` and recomputes each other value at most once, right before it is read."""
+    """Return the partition that keeps `kept`, and recomputes each other value at most once: when it is first read."""
     writer = BackwardWriter(joint, set(kept))
     for node in joint.backward:
         writer.write(node)
@@ -176,21 +176,21 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
         **options,
     )
-    # Remove random operators that no node reads, such as attention: they count as impure, so PyTorch leaves them.
+    # Remove random operators, such as attention, whose results no node reads. PyTorch leaves them, as impure ones.
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
 
 
-# Inductor fuses consecutive operators into a kernel, up to the next matrix product, convolution or attention, which it
-# does not compile itself. Values between fused operators stay in registers. Inputs of the kernel stay in memory.
+# Inductor is assumed to fuse all operators up to the next matrix product, convolution or attention, which it does not
+# compile itself, into one kernel. Values that only this kernel reads are in registers, and its inputs in memory.
 
 
 def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
-    """Return the runs of fused operators whose values need no memory, and views of these. `ends` are not among them.
+    """Return the runs of fused operators whose values need no memory, and views of these values.
 
-    Results of reductions are in memory, and so are values that several kernels, or an operator without fusion, read.
+    In memory are `ends`, results of reductions, and values read by several kernels or by an operator that is not fused.
     """
     kinds = partitioners.get_default_op_list()
     readers: dict[Run, list[int]] = {}
@@ -255,7 +255,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Peak and saved bytes of a step of a partition, its seconds (of keeping values, too), and those of recomputing."""
+    """Predicted costs of a step: peak bytes, saved bytes, seconds (with `Cost.keeping`), and seconds to recompute."""
 
     peak: int
     saved: int
@@ -273,7 +273,7 @@ class GraphCosts:
 
     joint: JointGraph
     operators: dict[fx.Node, Cost]
-    estimated: bool = False  # whether to estimate peaks for fused code
+    estimated: bool = False  # whether to estimate the peaks of code in which Inductor fuses operators
     loss: int = 0  # bytes that the loss holds between forward and backward, beyond the outputs and their gradients
 
     @classmethod
@@ -297,7 +297,7 @@ def weigh(costs: GraphCosts, partition: Partition) -> Weight:
     ends = [steps.get(node, node) for node in (*joint.outputs, *partition.saved)]
     forward = _live_bytes(costs, list(steps.values()), ends, dict(caller), {})
 
-    # Autograd's engine, or the caller of `backward`, holds the gradients of outputs until the backward returns.
+    # The gradients of outputs stay in memory in the backward: autograd's engine or the caller holds them.
     held = _blocks(joint, [*joint.outputs, *joint.tangents]) | caller
     kept = {storage: block for storage, block in _blocks(joint, partition.saved).items() if storage not in held}
     last = {run.node: run for run in partition.backward}
@@ -321,7 +321,7 @@ def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
 def _live_bytes(
     costs: GraphCosts, runs: list[Run], ends: list[Run | fx.Node], held: _Memory, incoming: _Memory
 ) -> list[int]:
-    """Return the live bytes before `runs`, then during each. Only `incoming` and values made by `runs` are freed."""
+    """Return the live bytes before the first of `runs`, then during each. Frees only `incoming` and what runs make."""
     joint, fused, made = costs.joint, costs.estimated, dict[Run, _Memory]()
 
     def memory(value: Run | fx.Node) -> _Memory:

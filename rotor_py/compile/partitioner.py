@@ -30,13 +30,13 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Chain
 
 _log = logging.getLogger("rotor_py")
-# The partition of least estimated peak is tried if this peak exceeds the limit by at most this factor: Inductor's
-# fusion and layouts are unknown before. A guess: where measured, the estimate was up to a tenth too high.
+# If all estimated peaks exceed the limit, but the least by at most this factor, its partition is tried: what Inductor
+# fuses is known only after compiling. A guess: where measured, the estimate was up to a tenth too high.
 _UNCERTAIN = 1.2
 
 
 class _Partitioner(CustomPartitionerFn):
-    """Split AOTAutograd's joint graphs into forward and backward by the partition that `choose` returns."""
+    """Split each joint graph of AOTAutograd into the forward and backward of the partition that `choose` returns."""
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -64,16 +64,16 @@ class _Partitioner(CustomPartitionerFn):
 
 @dataclass(frozen=True)
 class BudgetPartitioner(_Partitioner):
-    """Partition joint graphs so that a step of each stays within `limit`. Partitioners of equal limits are equal."""
+    """Partition joint graphs so that a step of each stays within `limit`. Two with the same settings are equal."""
 
     limit: int | str
     fused: bool = False  # whether Inductor fuses the operators of the graphs
     estimated: bool = False  # whether the predicted peak is an estimate for fused code, which the caller measures
     loss: int = 0  # bytes that the loss holds between forward and backward, beyond the outputs and their gradients
-    # By TorchDynamo's frame id: costs of the partition last chosen for it. Each graph break begins a new frame.
+    # Maps TorchDynamo's frame ids to costs of the frame's last partition. Each graph break begins a new frame.
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
     reserve: int = 0  # bytes of the limit kept free for buffers that Inductor's code allocates beyond the prediction
-    # For the last graph, costs of the chosen partition ("chosen") and of all, in order of peaks ("candidates").
+    # Costs for the last graph: of its partition (key "chosen"), and of all candidates, by rising peak ("candidates").
     _last: dict[str, list[Weight]] = field(default_factory=dict, compare=False, repr=False)
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
@@ -94,7 +94,7 @@ class BudgetPartitioner(_Partitioner):
         return 1 - fitting[-1].seconds / max(self._last["chosen"][0].seconds, 1e-12) if fitting else 0.0
 
     def __deepcopy__(self, memo: object) -> BudgetPartitioner:
-        return self  # torch copies the options before every compilation, and the copy must record in this object
+        return self  # torch copies its options before every compilation, but `chosen` must be filled in this object
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BudgetPartitioner, (self.limit, self.fused, self.estimated, self.loss, {}, self.reserve)
@@ -106,7 +106,7 @@ class BudgetPartitioner(_Partitioner):
         costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated, loss=self.loss)
         usual = by_torch(joint, costs, [1])[0] if self.fused else None
         if usual is not None and usual.weight.peak <= room:
-            found, best = [usual], usual  # PyTorch's own partition fits, so seek no other
+            found, best = [usual], usual  # PyTorch's own partition fits, so take it without looking for others
         else:
             found = candidates(joint, costs, usual)
             fitting = [each for each in found if each.weight.peak <= room]
@@ -150,13 +150,13 @@ class BudgetPartitioner(_Partitioner):
 
 
 def whole_partitioner(limit: int, step: Chain) -> BudgetPartitioner:
-    """Return a partitioner for a model compiled as one graph, whose loss takes the bytes that it takes in `step`."""
+    """Return a partitioner for a model compiled as one graph. The loss takes as many bytes as in the chain `step`."""
     return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp)
 
 
 @cache
 def code_digest() -> str:
-    """Return a digest of this folder's code, for cache keys: another version of it may partition differently."""
+    """Return a digest of this folder's code, for keys of torch's cache: other code may partition differently."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -165,9 +165,9 @@ def code_digest() -> str:
 
 @dataclass(frozen=True)
 class SharePartitioner(_Partitioner):
-    """Partition graphs by the choice of PyTorch's partitioner for a budget: `share` of the bytes it saves by default.
+    """Partition so as to save what PyTorch's partitioner saves for a budget: `share` of the bytes it saves by default.
 
-    `extract` makes the graphs from it: PyTorch's own ones would draw dropout's mask again in the backward (torch 2.13).
+    `extract` makes forward and backward: those of PyTorch's partitioner would draw a dropout's mask twice (torch 2.13).
     """
 
     share: float
@@ -179,9 +179,9 @@ class SharePartitioner(_Partitioner):
         return f"rotor_py.compile.stage_code {self.share} {code_digest()}"
 
 
-# In a graph with convolutions, Inductor converts images and weights to channels-last, also saved ones. So it would save
-# a copy of every weight, which the graph does not show: 8 of the 27 MB of a U-Net's step. Inductor does not convert
-# outputs that are visible to the user, so declare saved inputs visible. The backward then converts them.
+# In a graph with convolutions, Inductor converts images and weights to channels-last. Of each weight saved for the
+# backward, it would save a converted copy, which the graph does not show: 8 of the 27 MB of a U-Net's step. Inductor
+# does not convert outputs that the user sees, so declare saved inputs visible. Then the backward converts them.
 
 
 _PASSES = "post_grad_custom_post_pass"
@@ -189,7 +189,7 @@ _SEEN = "user_visible_output_idxs"
 
 
 def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Inductor's `options` with `SavedInputs` as the last graph pass, so saved inputs keep their layouts."""
+    """Return Inductor's `options` with `SavedInputs` as last graph pass, so that saved inputs keep their layouts."""
     from rotor_profiling.torch_compat import inductor_config as config
 
     passes = options.get(_PASSES, getattr(config, _PASSES))
@@ -200,7 +200,7 @@ def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SavedInputs(CustomGraphPass):
-    """Graph pass that declares returned inputs, and views of them, as visible to the user, so their layouts stay."""
+    """Graph pass that declares returned inputs and their views visible to the user, so that their layouts stay."""
 
     def __call__(self, graph: fx.Graph) -> None:
         end = graph.output_node()

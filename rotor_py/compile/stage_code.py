@@ -1,4 +1,4 @@
-"""Compile stages with Inductor. Equal stages share the code."""
+"""Compile stages with Inductor to code that equal stages share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 # Note [Results of compiled stages]
 #
-# Inductor's fused operators round differently from eager ones. A planned step promises the results, to the bit, of the
-# same step with everything stored, so the first forward, recomputations and backward of a stage must round alike:
+# Inductor's fused operators round differently from eager ones. A planned step promises to give, to the bit, the results
+# of the same step with everything stored. So recomputations of a stage must round like its first run:
 #
 #  1. In a plan, either all runs of a stage are compiled, or none: its `Cut` has the compiled stage or the plain one.
-#  2. The code of a stage has the forward and backward of AOTAutograd's partitioner; a run under `no_grad` is the same
+#  2. The code of a stage has the forward and backward of AOTAutograd's partitioner, and a run under `no_grad` runs this
 #     forward. Code that saves less (`partitioner.py`) may round differently: a value stored in bfloat16 is recomputed
 #     in a register in float32. Such code is a storage mode only if it computes the same outputs, buffers and gradients
 #     on the measured input to the bit (`same_bits`); for other batches, equal bits are likely, but not certain. So
@@ -50,7 +50,7 @@ class NotCompilableError(Exception):
     """Raised if a stage cannot be compiled; the message says why."""
 
 
-# Source of a leaf of a stage's output: an index of the code's outputs ("made") or inputs ("given"), or the leaf itself.
+# Source of a leaf of a stage's output: ("made", index of a code's output), ("given", index of its input), or the leaf.
 _Output = tuple[Literal["made", "given", "constant"], Any]
 
 
@@ -61,7 +61,7 @@ class StageCode:
         self._call = call
         self._outputs = outputs
         self._spec = spec
-        # Dicts and keys that hold each stage's parameters and buffers. Cached: to search takes longer than a kernel.
+        # For each stage, dicts and keys in them with its parameters and buffers. Searching takes longer than a kernel.
         self._places: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
 
     def run(self, stage: nn.Module, value: Any) -> Any:
@@ -75,7 +75,7 @@ class StageCode:
         del value
         if torch.is_grad_enabled():
             made = self._call(*arguments)
-        else:  # detach, since AOTAutograd's code would attach a graph even under `no_grad`
+        else:  # detach: AOTAutograd's code gives outputs a grad_fn even under `no_grad`
             made = [each.detach() for each in self._call(*(tensor.detach() for tensor in arguments))]
         sources: dict[str, Any] = {"made": made, "given": arguments}
         leaves = [value if source == "constant" else sources[source][value] for source, value in self._outputs]
@@ -83,7 +83,7 @@ class StageCode:
 
 
 def owned_slots(stage: nn.Module) -> list[Slot]:
-    """Return where `stage` holds its parameters and buffers: for each, a module's dict, the key, and the tensor."""
+    """Return a triple for each parameter and buffer of `stage`: the dict that has it, its key there, and the tensor."""
     tables = [module._parameters for module in stage.modules()]
     parameters = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
     return [*parameters, *buffer_slots(stage)]
@@ -126,7 +126,7 @@ def compile_code(
 class _TensorFunction(nn.Module):
     """A stage as a function of tensors: from its parameters, buffers and input tensors to the tensors that it makes.
 
-    Call `note_outputs` once: it records in `outputs` and `spec` where each returned value comes from.
+    Call `note_outputs` once, before the first run: it records in `outputs` and `spec` how the stage's output is made.
     """
 
     def __init__(self, stage: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
@@ -144,7 +144,7 @@ class _TensorFunction(nn.Module):
 
     def note_outputs(self, *tensors: torch.Tensor) -> None:
         """Run the stage, and record where its outputs come from. Raises NotCompilableError if it makes no tensor."""
-        # Do not do this while AOTAutograd traces: it passes other tensor objects, so returned inputs are not found.
+        # Do not do this while AOTAutograd traces: it wraps tensors anew, so `is` would not find returned inputs.
         returned, self.spec = tree_flatten(self._returned(tensors))
         for position, leaf in enumerate(returned):
             given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
@@ -208,14 +208,14 @@ def _compile(
         tracing(context),
         torch.enable_grad(),
         # `donated_buffer`: Rule 4. Compile the backward now, not in the first training step. Disable AOTAutograd's
-        # cache: its key is the graph of `as_graph`, one call for every stage, so stages would get each other's code.
-        # Inductor's cache stays on: its key is the traced operators.
+        # cache: its key is the graph of `as_graph`, one call for every stage, so stages would get other stages' code.
+        # Leave Inductor's cache on: its key is the traced operators.
         functorch_config.patch(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
     ):
         call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
-    # PyTorch takes None as "some saved tensors are donated", and would raise an error for a retained graph.
+    # PyTorch reads None as "some saved tensors are donated", and would raise an error when a retained graph runs again.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
     return cast(Callable[..., Any], call)

@@ -1,5 +1,5 @@
-"""Read a captured graph, and find where to cut it into stages. Nodes without gradient (masks, positions, rotary tables)
-form its `context`, which runs once before all stages: if a stage made a mask, the mask would be live at many cuts.
+"""Read a captured graph, and find where to cut it into stages. Nodes that need no gradient (masks, rotary tables) form
+its `context`, which runs once before all stages: a mask made in a stage would be a second live tensor at many cuts.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ class GraphFacts:
 
     sizes: SymbolValues
     marks: FSDPMarks | None
-    # Nodes that run once, before the body: those without gradient that can, and those that must. In graph order.
+    # Nodes that run once, before the body, in graph order: those without gradient, if they can, and some that must.
     context: list[fx.Node] = field(default_factory=list)
     body: list[fx.Node] = field(default_factory=list)  # all other nodes that compute something, in graph order
     outputs: list[Any] = field(default_factory=list)
     modes: dict[fx.Node, Modes] = field(default_factory=dict)
-    # Placeholders that are parameters or buffers of the model.
+    # Maps placeholders to the parameters and buffers of the model that they stand for.
     owned: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
-    # `get_attr` nodes whose value is a module, such as the body of a higher-order operator.
+    # Maps each `get_attr` node whose value is a module to it, such as the body of a higher-order operator.
     modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
     given: list[fx.Node] = field(default_factory=list)  # placeholders that are not `owned`: the caller's inputs
-    # Nodes whose memory the body may write into. A node that reads this memory later has to be in the body, too.
+    # Nodes whose memory the body may write into. Nodes that read this memory after the write must be in the body, too.
     written: set[fx.Node] = field(default_factory=set)
-    # Members of `owned` that `fully_shard` shards: where the module holds the parameter, and its FSDP group.
+    # Maps placeholders of sharded parameters to pairs: where a module has the parameter, and the FSDP group.
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
 
     @property
     def operators(self) -> list[str]:
-        """Names of the operators, and whether their tensors require gradients: equal if graphs differ only in sizes."""
+        """Names of inputs and operators, each with whether it requires a gradient. They do not depend on sizes."""
         given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
         return [*given, *made]
@@ -77,14 +77,14 @@ def read_graph(
     graph_module: fx.GraphModule, inputs: Sequence[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
     sizes = SymbolValues([node for node in graph_module.graph.nodes if node.op == "placeholder"], inputs)
-    late: set[fx.Node] = set()  # nodes that must be in the body, so that stages recompute them
+    late: set[fx.Node] = set()  # nodes that must be in the body, so that recomputed stages run them again
     ahead: set[fx.Node] = set()  # nodes that must be in the context, even if they write or carry a gradient
     while True:
         places = marks.places if marks else {}
         facts = _Reader(GraphFacts(sizes, marks), buffers, late, ahead, places).read(graph_module, inputs)
-        # A recomputed stage writes again. So if it writes into a result of the context, move this to the body.
+        # A recomputed stage writes again. So if the body writes into a node of the context, move the node to the body.
         written = {node for node in facts.context if memory_root(node) in facts.written} - ahead
-        # If it writes into a tensor from before a graph break, move all nodes up to this write into the context.
+        # If the body writes into a tensor made before a graph break, move all nodes up to this write into the context.
         made_before = [node for node in facts.given if not is_the_callers(node)]
         last = max((at for at, node in enumerate(facts.body) if overwritten_by(node, made_before)), default=-1)
         if not written and last == -1:
@@ -110,7 +110,7 @@ class _Reader:
     ahead: set[fx.Node]
     places: dict[int, tuple[Place, ShardGroup]]
     modes: Modes = Modes()
-    # Nodes whose values exist before the body runs: the caller's inputs, frozen parameters, and the context.
+    # Nodes whose values exist before the body runs: inputs without gradient, frozen parameters, and the context.
     early: set[fx.Node] = field(default_factory=set)
     read_by_body: set[fx.Node] = field(default_factory=set)  # nodes whose memory the body has read so far
 
@@ -146,7 +146,7 @@ class _Reader:
     def _read_operator(self, node: fx.Node) -> None:
         facts = self.facts
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
-            # Record the modes of each node instead of this node: a stage that begins inside a region must enter it.
+            # Drop nodes that switch modes, and record each node's modes: a stage may begin inside an autocast region.
             self.modes = _switched(self.modes, node)
         elif self._is_early(node):
             self.early.add(node)
@@ -164,11 +164,11 @@ class _Reader:
                 )
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Whether a node must run before the body, or can with the same result."""
+        """Whether a node runs before the body: because it must (`ahead`), or because it then has the same result."""
         if node in self.ahead:
             return True
-        # Random numbers must be drawn in the model's order. Measuring restores running statistics of norms in stages,
-        # not in the context. A node of MARKS must stay where its module begins or ends.
+        # Random numbers must be drawn in the model's order. Norms must be in stages, in which measuring restores their
+        # running statistics. Marks must stay where their module begins or ends.
         if (
             node in self.late
             or carries_gradient(node)
@@ -179,7 +179,7 @@ class _Reader:
         ):
             return False
         inputs, owned = node.all_input_nodes, self.facts.owned
-        # A sharded parameter, even if frozen, has values only inside a stage that gathers it.
+        # Only stages gather sharded parameters, frozen ones, too: the context cannot read their values.
         if any(each in self.facts.sharded for each in inputs) or not all(
             each in self.early or (each in owned and not owned[each].requires_grad) for each in inputs
         ):
@@ -200,21 +200,21 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
         return Modes(now.autocast, bool(node.args[0]))
     if node.target is _ENTER:
         return Modes((*now.autocast, node), now.gradients)
-    # The node that exits an autocast region has the node that enters it as its argument.
+    # The argument of a node that exits an autocast region is the node that entered this region.
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
-# A graph is cut where one tensor is live, as usually between blocks. A second tensor that is live across many blocks
-# (an encoder's output, a skip connection) may be carried: each of these stages returns it unchanged, with its output.
+# A graph is cut where only one tensor is live, as between most models' blocks. Another tensor that is live across many
+# blocks (an encoder's output, a skip connection) may be carried: each stage takes it as an input and also returns it.
 
-# Share of the body's bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more,
-# large stages remain; with less, more carried tensors take memory.
+# Share of the bytes allocated by the body above which a stage is cut further, by carrying tensors past the cuts. A
+# guess: with a higher share, large stages remain; with a lower one, more carried tensors take memory.
 _HUGE = 0.3
-# Least number of cuts that carrying one more tensor must make possible. A guess: fewer save less than the tensor takes.
+# Least number of cuts that carrying one more tensor must allow. A guess: fewer cuts save less memory than it takes.
 _WORTHWHILE = 4
-# Share of the body's bytes up to which an output of the graph is always carried: a thousand outputs take a tenth.
+# Share of the body's bytes up to which an output of the graph is always carried: a thousand such outputs take a tenth.
 _TINY = 1e-4
-# Share of an average stage's bytes below which a stage is joined to the next one. A guess: tiny stages save nothing.
+# Share of an average stage's bytes below which a stage is joined to the next one. A guess: to cut it off saves nothing.
 _SMALL = 0.25
 
 
@@ -226,19 +226,19 @@ class CutPoints:
 
 
 def losses_of(nodes: Iterable[Any]) -> list[fx.Node]:
-    """Return the losses among a graph's outputs: scalars that require a gradient."""
+    """Return those of `nodes` that are losses: all their tensors are scalars, and one or more requires a gradient."""
     tensors = [node for node in nodes if isinstance(node, fx.Node) and tensors_of(node) and carries_gradient(node)]
     return [node for node in tensors if all(tensor.dim() == 0 for tensor in tensors_of(node))]
 
 
 def weights_of(facts: GraphFacts) -> list[int]:
-    # The bytes that a node allocates stand in for its time, which can be measured only after the graph is cut.
+    # A node's weight is the bytes that it allocates. Its time would be better, but is measured after the graph is cut.
     return [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
 
 
 def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> CutPoints:
-    """Cut the body into at most `granularity` stages, where one tensor is live. While the largest stage is too large,
-    carry one more of the tensors live inside it, which allows most new cuts. Join tiny stages to the next one.
+    """Cut the body into at most `granularity` stages where only one tensor is live. While the heaviest stage is too
+    heavy, also carry the tensor live inside it that allows most new cuts. Join light stages to the next one.
     """
     live = _liveness(facts)
     positions = _possible_ends(facts, live)
@@ -253,13 +253,13 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
     def is_one(nodes: list[fx.Node]) -> bool:
         return len(nodes) <= 1 and checkpoints.issuperset(nodes)
 
-    # If the model returns a loss, outputs made at or after the last use of a parameter count as freed by the caller
-    # after the forward, so do not carry them.
+    # If the model returns a loss, the caller is assumed to free outputs made at or after the last use of a parameter
+    # when the forward returns, so do not carry them.
     results: set[Any] = set()
     if losses_of(facts.outputs):
         owned = [at for at, node in enumerate(facts.body) if not facts.owned.keys().isdisjoint(node.all_input_nodes)]
         results = {*facts.outputs}.intersection(facts.body[max(owned, default=0) :])
-    # Always carry tiny outputs of layers (a logged mean, a router's loss), which stay live to the end.
+    # Always carry tiny outputs of the graph (a logged mean, a router's loss): they are live at every later cut.
     most = _TINY * sum(weights)
     tiny = {node for node, size in zip(facts.body, weights, strict=True) if size <= most and tensors_of(node)}
     carried = [node for node in facts.body if node in tiny.intersection(facts.outputs) - results]
@@ -270,7 +270,7 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
         low, high = max(bounds, key=lambda pair: sum(weights[pair[0] : pair[1]]))  # the heaviest stage
         if sum(weights[low:high]) <= _HUGE * sum(weights):
             break
-        # For each tensor, the number of positions at which a cut becomes possible if it is carried, too.
+        # Maps each node to the number of positions at which a cut becomes possible if its tensor is carried, too.
         gained = Counter(
             node
             for nodes in main.values()
@@ -279,24 +279,24 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
             if is_one([each for each in nodes if each is not node])
         )
         inside = {node for position in range(low, high - 1) for node in live[position]} - results
-        # If several allow equally many cuts, take the first in graph order, as all processes must cut alike.
+        # Of tensors that allow equally many cuts, take the first in graph order: all processes must cut alike.
         best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
         if best is None or gained[best] < _WORTHWHILE:
             break
         carried.append(best)
     smallest = _SMALL / granularity
     while len(ends := _merged(possible, weights, smallest)) > granularity:
-        smallest *= 1.5  # a guess: this takes a few rounds, and leaves not many fewer stages than `granularity`
+        smallest *= 1.5  # a guess: with a larger factor, fewer stages than `granularity` remain; with less, it is slow
     return CutPoints(ends, carried, live)
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
-    """Return the cut points of `facts` that give the stages of `cuts` of `other`, a graph of the same code for other
-    input sizes. None if the graphs' operators, or the tensors live at a cut, differ.
+    """Return cut points for the graph `facts` at the operators where `cuts` cuts `other`, a graph of the same code for
+    other input sizes. Return None if the operators of both graphs, or their tensors live at a cut, differ.
     """
     if facts.operators != other.operators:
         return None
-    # Compare nodes with tensors only: nodes that compute sizes differ between graphs with constant and symbolic sizes.
+    # Leave out nodes that compute sizes: a graph with constant sizes has others than a graph with symbolic sizes.
     here, there = ([at for at, node in enumerate(each.body) if tensors_of(node)] for each in (facts, other))
     partner = {other.body[at]: facts.body[position] for at, position in zip(there, here, strict=True)}
     live = _liveness(facts)
@@ -325,14 +325,14 @@ def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
 def _possible_ends(facts: GraphFacts, live: list[list[fx.Node]]) -> dict[int, list[fx.Node]]:
     """Map each index of the body after which a stage may end to the nodes whose tensors are live there."""
     position = {node: at for at, node in enumerate(facts.body)}
-    unfinished: set[int] = set()  # indices from the allocation of a tensor to right before a write into it
+    unfinished: set[int] = set()  # indices of nodes after which a tensor is live that a later node writes into
     for node in facts.body:
         for target in map(memory_root, written_by(node)):
             unfinished.update(range(position.get(target, position[node]), position[node]))
     found: dict[int, list[fx.Node]] = {}
     for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
-        # Do not cut after `enter`, whose gathered parameters would stay in memory, nor after the `getitem` nodes that
-        # follow it, and not before `leave`: both belong in the stage of their module.
+        # Do not cut after `enter`, as the parameters that it gathers would stay in memory, nor after a `getitem` node
+        # that takes a tensor from its result, and not before `leave`: both marks belong in their module's stage.
         begins = node.all_input_nodes[0] if node.target is operator.getitem else node
         # Do not cut where gradients are off: no gradient would reach the stage's output. Do not cut before a write into
         # a live tensor: a stage that overwrites its input cannot be recomputed.
@@ -345,19 +345,19 @@ def _possible_ends(facts: GraphFacts, live: list[list[fx.Node]]) -> dict[int, li
 
 
 def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
-    """Join each stage lighter than `smallest`, a share of all weights, to the next one; return the remaining ends."""
+    """Join stages lighter than `smallest`, a share of all weights, to the next one. Return the remaining `ends`."""
     least, kept, begin = smallest * sum(weights), [], 0
     for end in ends[:-1]:
         if sum(weights[begin : end + 1]) >= least:
             kept.append(end)
             begin = end + 1
-    if kept and sum(weights[begin:]) < least:  # the last stage has no next one
+    if kept and sum(weights[begin:]) < least:  # join the last stage to the one before
         kept.pop()
     return [*kept, ends[-1]]
 
 
 def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
-    """Name each piece after the module with most of its weight, one level below the path that its modules share."""
+    """Name each piece after the module with most of its weight, one level below the path shared by its modules."""
     found = []
     for piece in pieces:
         weights: Counter[str] = Counter()

@@ -21,14 +21,14 @@ from torch.nn import functional
 from rotor_profiling.storage import local
 from rotor_profiling.torch_compat import tree_leaves
 
-# Decisions about cuts and saved values need bytes, and so the sizes of the current input. The hint of a symbolic size
-# does not help: it is the size at tracing, which may have been for another input or another model.
+# To choose cuts and saved values, rotor_py needs the bytes of tensors, which depend on the current input's sizes. The
+# hint of a symbolic size does not tell these: it is the size at tracing, maybe of another input or for another model.
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class SymbolValues:
-    """Values of a graph's symbolic sizes, read from the `arguments` with which its `placeholders` are called."""
+    """Values of a graph's symbolic sizes, read from the `arguments` that the graph's `placeholders` stand for."""
 
     def __init__(self, placeholders: Iterable[fx.Node] = (), arguments: Iterable[Any] = ()) -> None:
         self._known: dict[Any, sympy.Integer] = {}
@@ -36,7 +36,7 @@ class SymbolValues:
             example = example_of(node)
             pairs = [(example, argument)]
             if isinstance(example, torch.Tensor) and isinstance(argument, torch.Tensor):
-                # The local shard of a `DTensor` has other symbols than the `DTensor`.
+                # Read the sizes of a `DTensor` and of its local shard: they have different symbols.
                 alike = ((example, argument), (local(example), local(argument)))
                 pairs = [pair for seen, given in alike for pair in zip(seen.shape, given.shape, strict=False)]
             for size, found in pairs:
@@ -45,7 +45,7 @@ class SymbolValues:
                     self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
-        """Return the int, float or bool of a symbolic `value`: if unknown, TorchDynamo's hint, or None without one."""
+        """Return a symbolic `value` as an int, float or bool; if unknown, TorchDynamo's hint, or None without one."""
         if not isinstance(value, _SYMBOLIC):
             return value
         expression = getattr(value.node, "expr", None)
@@ -56,24 +56,24 @@ class SymbolValues:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Return a tensor's bytes in this process: for a `DTensor`, of its largest shard. Unknown sizes count as 1."""
+        """Return a tensor's bytes; of a `DTensor`, the bytes of its largest shard. Unknown sizes count as 1."""
         shape = tensor.shape if isinstance(tensor, DTensor) else local(tensor).shape
         sizes: list[int | None] = list(map(self.number, shape))
         if isinstance(tensor, DTensor):
             for number, placement in enumerate(tensor.placements):
-                divided = getattr(placement, "dim", None)  # set for all kinds of shards, not for replicas
+                divided = getattr(placement, "dim", None)  # the tensor dimension that is sharded; none for replicas
                 if divided is not None and (size := sizes[divided]) is not None:
                     sizes[divided] = -(-size // tensor.device_mesh.size(number))
         return tensor.element_size() * math.prod(1 if size is None else size for size in sizes)
 
 
 def example_of(node: fx.Node) -> Any:
-    """Return the node's value at tracing, with fake tensors."""
+    """Return the value that the node had at tracing, in which tensors are fake."""
     # TorchDynamo writes the key "example_value"; torch's other tracers write "val".
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-# An operator whose name contains one of these counts as random, since torch has no list of random functions.
+# An operator counts as random if its name contains one of these words: torch has no list of random functions.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 _AUGMENTED = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
 _IN_PLACE = {operator.setitem, operator.delitem, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
@@ -126,7 +126,7 @@ def _place_of_inplace(function: Any) -> int:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that the node may write into in place, or as `out`, but no running statistics of a norm."""
+    """Return the input nodes that a node may write into, in place or as `out`, without running statistics of norms."""
     if node.op not in ("call_function", "call_method") or not overwrites(node):
         return []
     out = [each for each in tree_leaves(node.kwargs.get("out")) if isinstance(each, fx.Node)]
@@ -153,7 +153,7 @@ def attribute_of(module: Any, target: Any) -> Any:
     return module
 
 
-GATHERED = "gathered"  # key in `node.meta` for a sharded parameter, which FSDP gathers while the stage runs
+GATHERED = "gathered"  # key in `node.meta`, set for sharded parameters, which FSDP gathers while the stage runs
 
 
 def owned_by(module: Any, node: fx.Node) -> Any:
@@ -162,7 +162,7 @@ def owned_by(module: Any, node: fx.Node) -> Any:
 
 
 def memory_root(node: fx.Node) -> fx.Node:
-    """Return the node that allocated this node's memory, which for views and in-place operators is an input's."""
+    """Return the node that allocated this node's memory: an earlier one for views and in-place operators, or itself."""
     while (inputs := node.all_input_nodes) and tensors_of(node) and not _new_tensors(node):
         node = inputs[0]
     return node

@@ -17,8 +17,8 @@ from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, lin
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import lasting
 
-# Each call of a model's own `torch.autograd.Function` is an operator of TorchDynamo that creates a class, which holds
-# the saved tensors until the next garbage collection. `SavingFunction` lets autograd free them in the backward.
+# TorchDynamo's operator for a model's own `torch.autograd.Function` creates a class in every run. The class holds the
+# saved tensors until the next garbage collection. `SavingFunction` lets autograd free them in the backward.
 
 
 def with_saving_functions(graph: fx.Graph) -> None:
@@ -28,7 +28,7 @@ def with_saving_functions(graph: fx.Graph) -> None:
 
 
 def autograd_function_apply(forward: fx.GraphModule, backward: fx.GraphModule, *values: Any, **how: Any) -> Any:
-    """Run `forward` on `values`, and in the backward, `backward` on gradients and saved values: see above."""
+    """Run `forward` on `values`. In the backward pass, run `backward` on the gradients and what `forward` saved."""
     return SavingFunction.apply(forward, backward, how, *values)  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -44,8 +44,8 @@ class SavingFunction(torch.autograd.Function):
         ctx.backward_graph = backward
         ctx.others = [None if isinstance(each, torch.Tensor) else each for each in saved]
         ctx.positions = [number for number, each in enumerate(saved) if isinstance(each, torch.Tensor)]
-        # The model may overwrite a tensor that its function kept as `ctx.x = x`, so save it without version counter.
-        # Kept as an attribute of this `ctx`, it would not be freed in the backward.
+        # A model may overwrite a tensor that its function set as `ctx.x = x`: save its `.data`, whose version autograd
+        # does not check. As an attribute of this `ctx`, the tensor would not be freed in the backward.
         guarded = how.get("saved_for_backward_idx", ())
         ctx.save_for_backward(*(saved[at] if at in guarded else saved[at].data for at in ctx.positions))
         return output
@@ -60,8 +60,8 @@ class SavingFunction(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
 
 
-# TorchDynamo makes one operator of a region of `torch.utils.checkpoint`. This operator draws other random numbers when
-# it recomputes, and rejects regions that write buffers, as batch norm does. So `checkpointed` below replaces it.
+# TorchDynamo captures a region of `torch.utils.checkpoint` as one operator, which draws other random numbers when it
+# recomputes, and rejects regions that write into buffers, as batch norm does. So `checkpointed` below replaces it.
 
 # Equal regions share one function, so that stages with equal regions have equal signatures and are measured once.
 _functions: dict[Hashable, Callable[..., Any]] = {}
@@ -87,7 +87,7 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
                 return operator(body, *values, **how)  # AOTAutograd traces with fake tensors, and knows this operator
             trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in values]
             given = [each if needed else None for each, needed in zip(values, trained, strict=True)]
-            # A recomputed stage runs on copies of buffers. A region in it recomputes on the model's, as without a plan.
+            # A recomputed stage reads copies of buffers. A region in it that recomputes must read the model's own ones.
             later = [None if needed else lasting(each) for each, needed in zip(values, trained, strict=True)]
             others = [later, list(values)]
 
@@ -111,7 +111,7 @@ _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
 
 
 def with_whole_transforms(graph: fx.Graph) -> None:
-    """Make each region of `torch.func` transforms one node. Raises UnsupportedModelError if one writes its inputs."""
+    """Make each region of `torch.func` transforms one node. Raises UnsupportedModelError if it writes into an input."""
     region: list[fx.Node] = []
     depth = 0
     for node in list(graph.nodes):
@@ -174,14 +174,14 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
 
 
 def _kind_of(graph: fx.Graph) -> Hashable:
-    names = {node: f"%{number}" for number, node in enumerate(graph.nodes)}  # "%1" for a node: 1 may be an argument
+    names = {node: f"%{number}" for number, node in enumerate(graph.nodes)}  # not just 1, which may be an argument
     given = [fx.node.map_arg((node.args, node.kwargs), names.__getitem__) for node in graph.nodes]
     pairs = zip(graph.nodes, given, strict=True)
     return tuple((node.op, node.op != "placeholder" and node.target, *map(str, each)) for node, each in pairs)
 
 
 def _names(nodes: Iterable[fx.Node]) -> str:
-    # `is_random` and `_norm` checks find operators in this text, and `GraphFacts.operators` compares it.
+    # This text is part of a function's name. `is_random` and others look for operators' names in it.
     return ", ".join(name_of(node) for node in nodes if node.op.startswith("call"))
 
 
@@ -207,7 +207,7 @@ class _Arguments(NamedTuple):
     @property
     def drops(self) -> bool:
         probability = self.dropout
-        if isinstance(probability, fx.Node):  # TorchDynamo makes a float an input if it differs between two traces
+        if isinstance(probability, fx.Node):  # TorchDynamo made a float an input, as its value changed between traces
             probability = probability.meta["example_value"].node.hint
         return bool(self.training and self.layers > 1 and probability)
 
@@ -224,7 +224,7 @@ def draws_from_own_state(node: fx.Node) -> bool:
 
 
 def with_layers_apart(graph: fx.Graph) -> None:
-    """Split recurrent operators into one for each layer, on the CPU, where the result is the same to the bit."""
+    """Split recurrent operators on the CPU into one for each layer, which gives the same result to the bit."""
     for node in list(graph.nodes):
         if node.target not in _OPERATORS or any(user.target is not operator.getitem for user in node.users):
             continue
@@ -254,7 +254,7 @@ def _divide(node: fx.Node, given: _Arguments, states: tuple[fx.Node, ...]) -> No
         example, value = example.transpose(0, 1), transposed(value)
     directions = 2 if given.bidirectional else 1
     count = len(given.weights) // given.layers
-    last_states: list[list[fx.Node]] = []  # by layer: the state after the last time step, for an LSTM two tensors
+    last_states: list[list[fx.Node]] = []  # for each layer, its state after the last time step (LSTMs: two tensors)
     for layer in range(given.layers):
         weights = list(given.weights[layer * count : (layer + 1) * count])
         start = layer * directions

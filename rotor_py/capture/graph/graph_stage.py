@@ -27,27 +27,26 @@ from rotor_py.stage.partial_storage import Around, PartialSaving
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.skipped_output import skip_output
 
-# Recomputed right before its backward, a stage need not compute a product at its end, whose backward does not read it.
-
-# Products and sums can be skipped. What autograd saves would show further operators, but only after a run of the stage.
+# A stage that is recomputed right before its backward can skip a product that only its output depends on: no operator's
+# backward reads the product. (Which operators besides products and sums could be skipped, only a run would show.)
 _PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
 _SUMS: set[Any] = {operator.add, torch.add, "add"}
 # Operators that may follow a skipped product: their backward does not read the values of their inputs.
 _RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
 _FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
-# Number of `WholeRun`s at which a stage clears its cache of them. A guess, far above that of plans that alternate.
+# Number of cached `WholeRun`s at which a stage clears its cache. A guess, far above the number of plans in use at once.
 _MOST_RUNS = 16
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     skipped = _skippable(body.graph)
-    if not any(node.target in _PRODUCTS for node in skipped):  # skipping sums and views alone saves no time
+    if not any(node.target in _PRODUCTS for node in skipped):  # to skip only sums and views saves no time
         return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, copies))
     for node in skipped:
-        if node.target not in _FOLLOWING:  # these run on the product's uncomputed memory, which takes little time
+        if node.target not in _FOLLOWING:  # those run on the product's memory, which nothing has filled: this is fast
             copy, target = copies[node], node.target
             function: Any = getattr(torch.Tensor, target) if isinstance(target, str) else target
             copy.op, copy.target = "call_function", _skipping(function)
@@ -55,7 +54,7 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _skippable(graph: fx.Graph) -> list[fx.Node]:
-    """Return the operators whose values only the stage's output needs, and no operator's backward."""
+    """Return the nodes whose values only the stage's output depends on, and no operator's backward reads."""
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
@@ -70,7 +69,7 @@ def _skippable(graph: fx.Graph) -> list[fx.Node]:
 
 @cache
 def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that allocates the output of `target` without computing it. The graph's code needs its name."""
+    """Return a function that allocates the output of `target` without computing it. Generated code uses `__name__`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return skip_output(target, *args, **kwargs)
@@ -79,17 +78,17 @@ def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# If consecutive stages that store everything run as one function, a small network takes a fifth less Python time.
+# Consecutive stages that store everything run as one function, which takes a fifth less Python time in small networks.
 
 
 class WholeRun:
-    """Run consecutive `stages` as one function; with each come the positions of the shared values that it reads."""
+    """Run consecutive `stages`, pairs of a graph and the positions of the shared values it reads, as one function."""
 
     def __init__(self, stages: Sequence[tuple[fx.GraphModule, tuple[int, ...]]]) -> None:
         graph = fx.Graph()
-        # Pass values in lists: the caller of a function holds its arguments until it returns, but not a list's items.
+        # Pass values in a list that the graph empties: otherwise, its caller would hold the arguments until it returns.
         self._values, self._owned = graph.placeholder("values"), graph.placeholder("owned")
-        # For each parameter, buffer or module that the stages read, the dict that has it, and its key.
+        # Pairs of a dict and a key in it, for each parameter, buffer or module that the stages read.
         self._places: list[tuple[dict[str, Any], str]] = []
         self._stage_of: dict[fx.Node, int] = {}
         first, read = stages[0]
@@ -106,8 +105,8 @@ class WholeRun:
         self._graph = fx.GraphModule(nn.Module(), graph, "WholeRun")
 
     def __call__(self, values: list[Any], name_of: Callable[[int], str]) -> tuple[Any, ...]:
-        """Run the stages on a list of their live, then shared values, and empty the list. Errors name their stage."""
-        # Look parameters up in every run, as the model's owner may have replaced one.
+        """Run the stages on `values`, first the live, then the shared ones; empty this list. Errors name the stage."""
+        # Look parameters up in every run, since the user may have replaced one.
         owned = [table[name] for table, name in self._places]
         try:
             made: tuple[Any, ...] = run_graph(self._graph, (values, owned))
@@ -144,7 +143,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     """A stage of a captured graph.
 
     Its input and output are tuples: the live values, then the values that all stages share. The stage reads the shared
-    values at the positions `reads`, and returns all of them unless it is the `last`. `marked` is None if not sharded.
+    values at the positions `reads`, and returns all shared ones unless it is the `last`. `marked`: None if unsharded.
     """
 
     def __init__(
@@ -174,17 +173,17 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._known = known
         self._like: list[GraphStage] = []  # at most one: this stage for other sizes. A list hides it from `nn.Module`
         self._parts: dict[str, SavedPart] | None = None
-        # Maps a storage mode (None if everything is stored), and whether the output is not computed, to the graph.
+        # Maps pairs to graphs. A pair: a storage mode (None if everything is stored), and whether to skip the output.
         self._own_graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = {}
         self._runs: dict[tuple[GraphStage, ...], WholeRun | None] = {}  # results of `run_through` by its argument
 
     def __getstate__(self) -> dict[str, Any]:
-        # Graphs made by `graph_on` have no attributes, so they cannot be copied: a copy of the stage makes new ones.
+        # Leave out graphs: those of `graph_on` have no attributes, so they cannot be copied. A copy makes new ones.
         kept = {name: each for name, each in self.__dict__.items() if name not in ("_graphs", "_first")}
         return {**kept, "_own_graphs": {}, "_known": {}, "_runs": {}}
 
     def __call__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.forward(values)  # without global module hooks, which are for the user's modules only
+        return self.forward(values)  # do not call global module hooks, which are meant for the user's modules
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -244,10 +243,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return self._signature, value_signature((live, [shared[position] for position in self.reads]))
 
     def parts_by_way(self, arguments: Sequence[Any] | None = None) -> dict[str, SavedPart]:
-        """Return what each partial storage mode keeps, most bytes first. This may run the stage on `arguments`."""
+        """Return a dict from storage modes to the parts that they keep, most bytes first. May run on `arguments`."""
         if self._parts is None:
             if self._first._parts is None:
-                # Run on `arguments` only if all of these are plain tensors with memory.
+                # Run on `arguments` only if all tensors in them are plain ones with memory.
                 plain = (torch.Tensor, nn.Parameter)
                 usable = all(type(each) in plain and each.device.type != "meta" for each in tensors_in(arguments))
                 self._first._parts = self._find_parts(arguments if usable else None)
@@ -256,7 +255,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def _find_parts(self, arguments: Sequence[Any] | None) -> dict[str, SavedPart]:
         for example in self._like:
-            # Compare operators without the nodes that are sizes: for a size of 1, a graph has a constant instead.
+            # Leave out nodes that compute sizes: where a size is 1, a graph has a constant in place of such a node.
             theirs, own = (
                 {at: node for at, node in enumerate(each.body.graph.nodes) if not isinstance(example_of(node), _SIZES)}
                 for each in (example, self)
@@ -268,7 +267,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     @cached_property
     def _first(self) -> GraphStage:
-        """The first stage with the operators and sizes of this one; equal stages share what it keeps and its graphs."""
+        """The first stage with the same operators and sizes: equal stages share its storage modes and their graphs."""
         nodes = self.body.graph.nodes
         given = (tensor for node in nodes if node.op == "placeholder" for tensor in tensors_of(node))
         owned = (owned_by(self.body, node) for node in nodes if node.op == "get_attr")
@@ -283,7 +282,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     @cached_property
     def _graphs(self) -> dict[tuple[str | None, bool], fx.GraphModule | None]:
-        # A graph finds attributes by name. Those of stages of a sharded model differ, so they cannot share graphs.
+        # A graph finds parameters by name. In a sharded model, names differ between stages, so each has its own graphs.
         return self._first._own_graphs if self._marked is None else self._own_graphs
 
     @property
@@ -353,7 +352,7 @@ def stages_of(
 
 
 def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:
-    """Map positions of output tensors to those of input tensors that the piece returns without reading them."""
+    """For input tensors that a piece returns without reading, map positions in the output to positions in the input."""
     read = {each for node in piece for each in node.all_input_nodes}
     given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}

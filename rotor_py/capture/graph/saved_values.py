@@ -34,10 +34,10 @@ from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
 
-# Prices of recomputing values are in floating point operations: an operator's own, plus `_FOR_A_BYTE` per byte read or
-# written. Prices only rank values: the storage modes found with them are timed later.
+# The price of recomputing a value is a number of floating point operations: its operator's own, and `_FOR_A_BYTE` for
+# each byte that the operator reads or writes. Prices serve to choose storage modes only, which are then timed.
 
-# Number of operations that take as long as reading or writing a byte. A guess: about 5 on a CPU core, 300 on a GPU.
+# Number of operations that take as long as reading or writing one byte. A guess between a CPU core's 5 and a GPU's 300.
 _FOR_A_BYTE = 20
 # Number of operations that take as long as one exp, tanh or the like. A guess: half a nanosecond of a CPU core.
 _FOR_A_FUNCTION = 50
@@ -68,14 +68,13 @@ _ATTENTION = ("scaled_dot_product_attention",)
 
 
 def named(names: Sequence[str], *modules: Any) -> set[Any]:
-    """Return the functions of these names in `modules`, and the names, which are targets of nodes that call methods."""
+    """Return the functions of these names in `modules`, and the names: nodes that call methods have them as targets."""
     return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
 
 
-# Operators that take about as long as reading and writing their tensors. Random operators are left out: they could be
-# recomputed only from the same random state.
+# Operators, none of them random, that take about as long as reading and writing their tensors.
 CHEAP: set[Any] = named(_OPERATORS, torch, operator) | named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
-# Slower operators that compute the same bits from the same tensors in every run.
+# Slower operators, by sort. They compute the same bits from the same tensors in every run.
 KINDS: dict[str, set[Any]] = {
     "attention": named(_ATTENTION, F, torch_compat.c_nn),
     "convolutions": named(_CONVOLUTIONS, torch, F),
@@ -128,10 +127,10 @@ _MORE_FLOPS = {_CPU_ATTENTION: lambda query, key, value, *_, **__: sdpa_flop_cou
 class SavedValues:
     """What a run of a graph with autograd shows about its nodes.
 
-    `saved`: nodes whose memory autograd saves. `roots`: for every node with a tensor, the node that allocated its
-    memory or wrote to it last. `in_graph`: nodes whose tensor requires a gradient. `flops`: floating point operations
-    of nodes with a `kind_of`. The value of an `overwritten` node can be recomputed, but not kept. A `stale` node reads
-    memory through a view made before an in-place write into it, so it cannot be recomputed.
+    `saved`: nodes whose memory autograd saves. `roots`: maps each node with a tensor to the node that allocated the
+    tensor's memory, or wrote into it last. `in_graph`: nodes with a tensor that requires a gradient. `flops`: numbers
+    of operations of nodes with a `kind_of`. `overwritten`: nodes whose value a later node overwrites, so it cannot be
+    kept. `stale`: nodes that read a view made before a write into its memory, so they cannot be recomputed.
     """
 
     saved: set[fx.Node] = field(default_factory=set)
@@ -143,7 +142,7 @@ class SavedValues:
 
 
 def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None = None) -> SavedValues:
-    """Run `body` on `arguments` or on fake tensors, to find what autograd saves. Raises TypeError if it cannot tell."""
+    """Run `body` on `arguments` or fake tensors to find what autograd saves. Raises TypeError if that is impossible."""
     found = SavedValues()
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
@@ -170,7 +169,7 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
             memories.write(node, written)
             memories.make(node, list(_tensors(values[node])))
             del read, after, written
-            # Free values after their last reader, as in training.
+            # Free each value after the last node that reads it, as in training.
             readers.subtract(node.all_input_nodes)
             for each in (node, *node.all_input_nodes):
                 if not readers[each]:
@@ -185,28 +184,28 @@ class _NoModules(nullcontext[None]):
 
 def _counter() -> Any:
     counter: Any = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
-    # The counter's own tracker would hook all modules of the process, also those that another thread trains.
+    # The counter's own tracker would register hooks on all modules of the process, also on those of other threads.
     counter.mod_tracker = _NoModules()
     return counter
 
 
 @dataclass
 class _Memories:
-    """Track the storages ("memories") of a graph's values while it runs, and record the result in `found`."""
+    """Follow the storages ("memories") of a graph's values while it runs, and record in `found` what is learnt."""
 
     found: SavedValues
-    made_by: dict[int, fx.Node] = field(default_factory=dict)  # the node that allocated a storage, or wrote to it last
-    # Maps each node and each storage of its tensors to the node whose write into it was the last that its inputs saw.
+    made_by: dict[int, fx.Node] = field(default_factory=dict)  # maps storages to the nodes that wrote into them last
+    # For each node, maps storages of its tensors to their last writer when this node, or the one that it views, ran.
     seen: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
-    # Storages that autograd saved, also of tensors that no node has returned (yet): outputs, or internal tensors.
+    # Storages of all tensors that autograd saved, also of an operator's internal tensors, which no node returns.
     saved: set[int] = field(default_factory=set)
-    # Weak references to storages: while one exists, no new storage gets the same address.
+    # Maps storages' addresses to weak references, which keep new storages from getting the same addresses.
     known: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Record the storage instead of the tensor: a saved tensor is often a view of a node's result.
+        # Record the storage, not the tensor, since a saved tensor is often a view of a node's result.
         self.saved.add(self._number(tensor))
-        return tensor.detach()  # a node that saved its own result with its history would be in a cycle, never freed
+        return tensor.detach()  # else, a node that saves its own result would be in a cycle that is never freed
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = local(tensor).untyped_storage()
@@ -232,13 +231,13 @@ class _Memories:
                 self.found.in_graph.add(node)
             memory = self._number(tensor)
             made_by = self.made_by.setdefault(memory, node)
-            if made_by is not node:  # a view or an in-place operator: it sees the last write that its inputs saw
+            if made_by is not node:  # a view, or the result of an in-place operator: as old as the input that it views
                 before = [self.seen[each].get(memory, made_by) for each in node.all_input_nodes]
                 made_by = next((each for each in before if each is not made_by), made_by)
             seen[memory] = self.found.roots[node] = made_by
 
     def end(self) -> None:
-        """Record the nodes that last wrote to saved storages. No write comes after saving, which autograd rejects."""
+        """Record as saved the nodes that wrote into saved storages last: autograd rejects writes after the saving."""
         made_by = {self.made_by[memory] for memory in self.saved if memory in self.made_by}
         # Leave out operators that write but return no tensor, such as `setitem`: there is no value to keep or drop.
         self.found.saved.update(node for node in made_by if self.found.roots.get(node) is node)
@@ -252,7 +251,7 @@ def _value_of(
     mode: FakeTensorMode | None,
     sizes: SymbolValues,
 ) -> Any:
-    """Run a node. A placeholder takes its value from `given`, or from fake tensors if there is a `mode`."""
+    """Run a node and return its value. A placeholder's value is the next of `given`, or fake tensors under a `mode`."""
     if node.op not in ("placeholder", "get_attr"):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if is_mark(node):
@@ -269,7 +268,7 @@ def _value_of(
 
 
 def _like(value: Any, sizes: SymbolValues) -> Any:
-    """Return a tensor like one of TorchDynamo's fake tensors, with ints for its symbolic sizes."""
+    """Return a tensor like a fake one of TorchDynamo's, but with ints for its sizes. Return other values as numbers."""
     if isinstance(value, DTensor):
         part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
         shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))
@@ -285,7 +284,7 @@ def _like(value: Any, sizes: SymbolValues) -> Any:
 
 
 def _refuse_special(tensor: torch.Tensor) -> None:
-    """Raise TypeError for tensor subclasses and layouts other than strided: these may have no storage of their own."""
+    """Raise TypeError for tensor subclasses and layouts other than strided, which may have no storage of their own."""
     kind, layout = type(local(tensor)), local(tensor).layout
     if kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or layout is not torch.strided:
         name = kind.__name__
@@ -302,7 +301,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """Indices in the graph of nodes whose values a stage keeps or drops, and the recipe to recompute dropped ones."""
+    """Indices of nodes whose values a stage keeps, and of those it drops; and the recipe to recompute the latter."""
 
     kept: frozenset[int]
     dropped: frozenset[int]
@@ -317,7 +316,7 @@ class SavedPart:
         pending = list(dropped)
         while pending:
             node = pending.pop()
-            # Also keep sizes and inputs that share another input's memory, which costs nothing.
+            # Also keep sizes, and inputs in the memory of another input: this costs nothing.
             if node in kept or node not in values.roots or not node.op.startswith("call"):
                 found.add(numbers[node])
             elif numbers[node] not in calls:
@@ -328,7 +327,7 @@ class SavedPart:
         return cls(frozenset(found), places, Recipe(calls, needs))
 
     def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
-        """Copy the graph `stage` with a new first input, a PartialSaving; call it with each value to keep or drop."""
+        """Copy the graph `stage`. The copy tells a PartialSaving, its new first input, each value to keep or drop."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         saving = graph.placeholder("saving")
@@ -347,10 +346,10 @@ def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Ca
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values_in.__getitem__)
     # Call methods by name: a DTensor has other methods than a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
-    if is_mark(node):  # recomputing values must not call FSDP's hooks, which would take this for the module's forward
+    if is_mark(node):  # do not call FSDP's hooks when values are recomputed: they would count another forward
         function = passed_through
     reads = tuple(numbers[each] for each in node.all_input_nodes)
-    # Recompute slow operators on inputs that require gradients as before, since kernels may be chosen by this.
+    # Recompute slow operators on inputs with the same `requires_grad` as before: PyTorch may choose kernels by it.
     whole = values.roots.get(node) is node and not is_cheap(node)
     wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
     return Call(function, args, kwargs, reads, wanted)

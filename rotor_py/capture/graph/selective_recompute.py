@@ -1,5 +1,5 @@
-"""Choose partial storage modes of a captured stage, each of which keeps other values, its part: those on the lower
-convex hull of bytes and recomputation price, and the smallest one from which cheap operators recompute the rest.
+"""Choose partial storage modes of a captured stage. Each keeps a part of the values that autograd saves: the parts on
+the lower convex hull of kept bytes and recomputation price, and one from which cheap operators recompute the rest.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rotor_py.capture.graph.saved_values import (
 from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
-# Plot parts by bytes and price: a part below the line through two others is better than a mixture of these. A minimum
-# cut, weighted by the line's slope, finds it. Repeating this gives the lower hull (Eisner and Severance, 1976).
+# Plot parts by kept bytes and price: a part below the line through two others is better than a mixture of these. A
+# minimum cut, weighted by the line's slope, finds it. Repeating this gives the hull (Eisner and Severance, 1976).
 
 
 @dataclass(frozen=True, slots=True)
 class ValueCut:
-    """The nodes whose values are `kept`, and the nodes `recomputed`; all of them allocate memory."""
+    """Nodes whose values a part keeps, and nodes that it recomputes. All of these nodes allocate memory."""
 
     kept: frozenset[fx.Node] = frozenset()
     recomputed: frozenset[fx.Node] = frozenset()
@@ -61,7 +61,7 @@ def hull_between(
 
 
 def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, most: int) -> list[PricedCut]:
-    """Return at most `most` of the inner `parts`, at least `least_bytes` apart: `stays`, and those of most `gain`."""
+    """Thin the inner `parts` out to `most`, `least_bytes` or more apart: drop those of least `gain`, never `stays`."""
     whole, *inner, again = parts
     left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]
 
@@ -78,18 +78,18 @@ def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, mo
 
 
 def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
-    """Return how much less a part costs than a mixture of two others of the same bytes, in bytes times price."""
+    """Return by how much a part's price is below the line through two others, times their difference in bytes."""
     saved, apart = before.nbytes - part.nbytes, before.nbytes - after.nbytes
     return saved * (after.price - before.price) - apart * (part.price - before.price)
 
 
 # A minimum cut tells which values to keep, as in torch._functorch.partitioners. Flow goes from values that cannot be
-# recomputed to saved ones. A cut's capacity: bytes of the values on it (kept) and prices of those behind (recomputed).
+# recomputed to saved ones. A cut costs the bytes of the values on it, which are kept, and prices of recomputing others.
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
-    """Return the cut of least cost, and among equals, the one that recomputes least. `keeping` has the cost of keeping
-    each node's value, `again` the cost of recomputing it, for nodes that can be recomputed.
+    """Return the cut of least cost, and of equal ones that which recomputes the fewest nodes. `keeping` maps each node
+    to the cost of keeping its value. `again` maps nodes that can be recomputed to the cost of this.
     """
     # Each node is two vertices, "made" and "kept", joined by an edge with the cost of keeping as its capacity. The edge
     # from the source to "made" has the cost of recomputing. All other edges have infinite capacity.
@@ -106,7 +106,7 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
             flow.add_edge("source", (node, "made"), again[node])
         for each in memory_read(node, values.roots):
             flow.add_edge((each, "kept"), (node, "made"))
-    # Of all minimum cuts, take the one nearest to the sink, "saved", behind which least is recomputed.
+    # Of all minimum cuts, take the one nearest to the sink "saved", which has the fewest recomputed nodes behind it.
     behind = flow.behind_least_cut()
     made_again = frozenset(node for node in own if (node, "made") in behind)
     return ValueCut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
@@ -131,12 +131,12 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
 
 _log = logging.getLogger("rotor_py")
 
-IN_PART = "in part"  # name of the storage mode from whose values cheap operators recompute the others
-# Share of the saved bytes by which storage modes must differ. A guess: closer ones are not worth measuring.
+IN_PART = "in part"  # name of the mode that recomputes values of low price per byte, with cheap operators only
+# Share of all saved bytes by which the kept bytes of two storage modes must differ. A guess: each mode is timed.
 _WORTHWHILE = 0.1
 # Highest price per byte of a value that `IN_PART` recomputes. A guess: most cost 50 to 100, row statistics thousands.
 _FOR_A_BYTE = 1000
-# Number of partial storage modes of a stage at most. A guess: more take longer, since each is timed.
+# Largest number of partial storage modes of a stage. A guess: each is timed, so more make measuring longer.
 _MOST = 5
 _DEEP = 4  # depth of the recursion of `hull_between`: at most 15 minimum cuts for a stage
 _MODES = (torch_compat.enter_autocast, torch_compat.exit_autocast, torch_compat.set_grad_enabled)
@@ -145,12 +145,12 @@ _MODES = (torch_compat.enter_autocast, torch_compat.exit_autocast, torch_compat.
 def find_saved_parts(
     body: fx.GraphModule, shared: int, sizes: SymbolValues, arguments: Sequence[Any] | None = None
 ) -> dict[str, SavedPart]:
-    """Return a dict from storage modes of `body` to what each keeps, most bytes first; empty if it is unknown what
-    autograd saves. This is found by a run on `arguments` or fake tensors. All stages share the last `shared` inputs.
+    """Return a dict from names of partial storage modes of the stage `body` to their parts, most bytes first; empty if
+    a run on `arguments` (or fake tensors) does not show what autograd saves. The last `shared` inputs cost no memory.
     """
     nodes = list(body.graph.nodes)
     outputs = set(body.graph.output_node().all_input_nodes)  # these stay in memory for the next stage
-    # First ask whether any value can be dropped and recomputed: finding the saved values is slow.
+    # First check whether any value can be dropped and recomputed, since finding the saved values is slow.
     if not any(node not in outputs and (is_cheap(node) or kind_of(node) is not None) for node in nodes):
         return {}
     values = _saved_values(body, sizes, arguments)
@@ -170,7 +170,7 @@ def find_saved_parts(
         cut = least_cut(values, costs, {node: for_prices * price for node, price in prices_of.items()})
         return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.recomputed))
 
-    # `first` has the fewest bytes from which cheap operators alone recompute the other saved values.
+    # `first` keeps few bytes: it recomputes, with cheap operators alone, all values of at most `_FOR_A_BYTE` per byte.
     first = least(_FOR_A_BYTE, 1, {node: prices[node] for node in own if is_cheap(node)})
     whole = PricedCut(ValueCut(), sum(keeping[node] for node in values.saved), 0)
     again = PricedCut(ValueCut(), sum(keeping[node] for node in inputs), _price_of_all(values, prices))
@@ -179,7 +179,7 @@ def find_saved_parts(
     found: dict[str, SavedPart] = {}
     before = whole
     for part in thinned([whole, *parts, again], first, _WORTHWHILE * whole.nbytes, _MOST):
-        # Name a part after the slowest operators that it recomputes, and the part before it does not.
+        # Name a part after the slowest sort of operators of which it recomputes some that the part before it keeps.
         kinds = {kind_of(node) for node in part.cut.recomputed - before.cut.recomputed} - {None}
         most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
         name = IN_PART if most is None and part.cut == first.cut else f"{IN_PART}, {most or 'arithmetic'} again"
@@ -190,7 +190,7 @@ def find_saved_parts(
 
 
 def _price_of_all(values: SavedValues, prices: Mapping[fx.Node, int]) -> int:
-    """Return the price of recomputing all saved values from the stage's inputs, and nothing only for its output."""
+    """Return the price of recomputing all saved values from the stage's inputs."""
     pending, seen = list(values.saved), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -207,20 +207,20 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """Convert the `parts` of the same graph for other sizes; `nodes` maps its nodes' indices to nodes of `body`."""
+    """Convert `parts` of the same graph for other sizes to `body`. `nodes` maps indices in that graph to nodes here."""
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}
     found = {}
     for name, example in parts.items():
-        # `nodes` lacks nodes that are sizes, which need not be kept.
+        # `nodes` leaves out nodes that compute sizes. Their values need not be kept.
         dropped, kept = ({nodes[at] for at in places if at in nodes} for places in (example.dropped, example.kept))
         found[name] = SavedPart.of_cut(body, values, kept | (values.saved - dropped))
     return found
 
 
 def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None) -> SavedValues | None:
-    # A recomputation runs operators one by one, so without the autocast or `no_grad` that the graph enters for them.
+    # A recomputation runs single operators, without the nodes that enter autocast or `no_grad` for them.
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
     # Operators may reject fake tensors with exceptions of any type.
@@ -230,5 +230,5 @@ def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence
     except refusals as error:
         _log.debug("cannot find the values that a stage saves: %s", error, extra=record_fields("not_in_part"))
         return None
-    # A node that returns a saved and an overwritten tensor would be in both sets, which hold nodes, not tensors.
+    # A node that returns a saved and an overwritten tensor is in both sets: which tensor is meant is then unknown.
     return None if found.saved & found.overwritten else found

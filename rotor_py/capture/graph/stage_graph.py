@@ -34,7 +34,7 @@ from rotor_py.stage.protocol import StageOffers, Wrap
 
 
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
-    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default the graph's own).
+    """Call a graph with `arguments`. Its code reads parameters and other attributes of `owner`, by default the graph.
     Errors of operators pass through, with a note that quotes the model's source line.
     """
     # Do not call `graph(...)`, which on an error prints generated code and cuts off the traceback. Generated code has
@@ -53,7 +53,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return
-    # Exit the innermost region first. Regions already left are no locals: generated code sets these to None after use.
+    # Exit the innermost region first. Regions exited before are not found: generated code sets used locals to None.
     for value in reversed(trace.tb_frame.f_locals.values()):
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
@@ -63,7 +63,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
 
 
 def node_of(graph: fx.GraphModule, error: BaseException) -> fx.Node | None:
-    """Return the node of a graph that raised `error`; None if the error was raised outside the graph."""
+    """Return the node whose operator raised `error`; None if the error was raised outside the graph's code."""
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return None
@@ -80,7 +80,7 @@ def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> Traceback
 
 
 def graph_on(body: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """Return `graph` as a module without attributes of its own, to be run on those of `body` (see `run_graph`)."""
+    """Return `graph` as a module without parameters: `run_graph` runs it with `body` as the owner of these."""
     found = fx.GraphModule(body, graph, name)
     for attributes in (found._parameters, found._buffers, found._modules):
         attributes.clear()
@@ -91,7 +91,7 @@ _ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 
 class Emitter:
-    """Copy nodes of a captured graph into a new graph, which runs each with its autocast and gradient mode.
+    """Copy nodes of a captured graph into a new graph, which runs each in the autocast and gradient mode of the model.
 
     `inputs` become the new graph's placeholders. Other values that the nodes read (parameters, buffers, bodies of
     operators) become its attributes. If two emitters have an equal `signature`, their nodes compute the same.
@@ -120,19 +120,19 @@ class Emitter:
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
-        # Targets of functions and methods can be compared. With any other node, the signature equals no other.
+        # Compare functions and methods by their targets. A node of another sort makes this signature equal no other.
         target = node.target if node.op in ("call_function", "call_method") else Unlike(id(node))
         args = node.args
         if node.target in MARKS:
             self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
-            args = args[1:]  # without the module's path: equal modules at different paths have equal signatures
+            args = args[1:]  # leave out `place`, which differs between equal modules
             if self.facts.marks is not None:
                 self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
     def add_module(self, name: str, module: nn.Module, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> None:
-        """Call `module` in place of the nodes that it has: it maps the tuple of values `reads` to the tuple `makes`."""
+        """Add a call of `module` in place of nodes: it takes the values of `reads` and returns those of `makes`."""
         self._switch(Modes())  # the module's own graph enters the modes of its nodes
         self.attributes[name] = module
         made = self.graph.call_module(name, (tuple(map(self._copied, reads)),))
@@ -140,8 +140,8 @@ class Emitter:
             self.copies[node] = self.graph.call_function(operator.getitem, (made, position))
 
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
-        """Return the new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
-        self._switch(Modes())  # leaves every open autocast region
+        """End the new graph with the tuple `outputs` (nodes or constants), and return it as a module."""
+        self._switch(Modes())  # exit all open autocast and `no_grad` regions
         made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
         self.graph.output(made)
         self.signature.append(("output", self._plain(tuple(outputs))))
@@ -152,8 +152,8 @@ class Emitter:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
-            # Equal stages share graphs, which find attributes by name, so number the names. Only in a sharded model are
-            # they names of nodes, by which pieces of a stage find its attributes.
+            # Equal stages share graphs, which find attributes by name, so number the names. In a sharded model, stages
+            # share none: use the nodes' names, by which the pieces of a stage find its attributes.
             name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
             if node in self.facts.sharded:
                 # Refer to the module's `_parameters`, since gathering puts another parameter into this dict.
@@ -170,7 +170,7 @@ class Emitter:
         return self.copies[node]
 
     def _switch(self, modes: Modes) -> None:
-        kept = 0  # number of outer autocast regions that the current and the new modes have in common
+        kept = 0  # number of open autocast regions, from the outermost on, that the new modes have, too
         while kept < min(len(self._open), len(modes.autocast)) and self._open[kept][0] is modes.autocast[kept]:
             kept += 1
         while len(self._open) > kept:
@@ -182,13 +182,13 @@ class Emitter:
             self.graph.call_function(torch_compat.set_grad_enabled, (self._gradients_off,))
             self._gradients_off = None
         elif not modes.gradients and self._gradients_off is None:
-            # Remember the mode to restore: the whole piece may run under `no_grad`.
+            # Read the mode to restore when the graph runs: the caller may run it under `no_grad`.
             self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
             self.graph.call_function(torch_compat.set_grad_enabled, (False,))
             self.signature.append("no gradients")
 
     def _plain(self, value: Any) -> Hashable:
-        """Return an argument for the signature: with numbers for nodes, whose names differ between equal stages."""
+        """Return an argument for the signature: nodes become numbers, since their names differ between equal stages."""
         if isinstance(value, fx.Node):
             if value not in self._numbers:
                 self._numbers[value] = len(self._numbers)
@@ -199,7 +199,7 @@ class Emitter:
             return tuple((key, self._plain(each)) for key, each in value.items())
         if isinstance(value, slice):
             return "slice", self._plain((value.start, value.stop, value.step))
-        if isinstance(value, float):  # 0.0 equals -0.0
+        if isinstance(value, float):  # as text, since 0.0 == -0.0
             return repr(value)
         return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike(id(value))
 
@@ -230,7 +230,7 @@ class MarkedStage:
     outputs: Sequence[fx.Node]
 
     def in_pieces(self, body: fx.GraphModule, wrap: Wrap) -> fx.GraphModule:
-        """Return the stage's graph `body` with a call of `wrap(piece)` in place of the nodes of each piece."""
+        """Return a copy of the stage's graph `body` that calls `wrap(piece)` in place of the nodes of each piece."""
         emitter = Emitter(self.facts, self.inputs)
         end = 0
         for number, (is_mark, group) in enumerate(itertools.groupby(self.nodes, lambda node: node.target in MARKS)):
@@ -251,13 +251,13 @@ class MarkedStage:
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
-        """Return a context, for recomputing values, that yields a function to gather what nodes (by index) read."""
+        """Return a context for recomputing values. It yields a function that gathers parameters, given node indices."""
         sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
         groups: dict[fx.Node, ShardGroup] = {}
         for node in body.graph.nodes:
             if node.op == "get_attr" and str(node.target) in sharded:
                 groups[node] = sharded[str(node.target)]
-            elif len(node.all_input_nodes) == 1 and not new_bytes(node, self.facts.sizes):  # may be a parameter's view
+            elif len(node.all_input_nodes) == 1 and not new_bytes(node, self.facts.sizes):  # a view: of a parameter?
                 (read,) = node.all_input_nodes
                 if read in groups:
                     groups[node] = groups[read]
@@ -280,7 +280,7 @@ class MarkedStage:
         return around
 
     def _worth_compiling(self, nodes: list[fx.Node], makes: list[fx.Node]) -> bool:
-        """Whether `nodes` allocate anything, and write into no input, which compiled code would copy."""
+        """Whether `nodes` allocate memory, and write into no input: compiled code would copy such an input."""
         own = {*nodes, *self.facts.owned}
         if any(memory_root(each) not in own for node in nodes for each in written_by(node)):
             return False
@@ -288,6 +288,6 @@ class MarkedStage:
 
 
 def _on_the_tables_of(body: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
-    """Let `graph` share the dicts of parameters and buffers of `body`, so that a tensor replaced in one is in both."""
+    """Let `graph` use the dicts of parameters and buffers of `body`, so that a tensor is replaced in both at once."""
     graph.__dict__["_parameters"], graph.__dict__["_buffers"] = body._parameters, body._buffers
     return graph
