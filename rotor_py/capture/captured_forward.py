@@ -153,8 +153,8 @@ def _refuse_modes() -> None:
     if modes:
         names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
         raise UnsupportedModelError(
-            f"leave {names} out of training steps, or use it around the attribute `model`: TorchDynamo has to capture "
-            "the model anew for this step, and does not capture what such a mode does",
+            f"leave {names} before a training step, or call the plain model in it (the attribute `model`): TorchDynamo "
+            "has to capture the model anew for this step, and does not capture what such a mode does",
             kind="capture_suspended",
             name=names,
         )
@@ -279,7 +279,7 @@ class CapturedForward:
             _call.reset(token)
 
     def _raise_own_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the forward uncaptured, and raise the error that it raises: TorchDynamo's has hundreds of lines."""
+        """Run the forward uncaptured, so that the model's own error is raised: TorchDynamo's has hundreds of lines."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         with isolated(self.model, device), torch.no_grad():
             try:

@@ -215,7 +215,7 @@ class CapturedGraph:
 
 def written_input(writing: fx.Node) -> UnsupportedModelError:
     line = line_of(writing)
-    text = f"let the model make a new tensor at {line}: it overwrites its input, so it cannot be recomputed from it"
+    text = f"let the model make a new tensor at {line}: there it overwrites its input, which recomputations must read"
     return UnsupportedModelError(text, kind="in_place_input", name=line)
 
 
@@ -226,7 +226,7 @@ def _run_context(context: fx.GraphModule, given: list[Any]) -> Any:
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """Raise UnsupportedModelError if a sharded module's outputs need no gradient: FSDP gathers when theirs arrive."""
+    """Raise UnsupportedModelError if no output of a sharded module needs a gradient: FSDP gathers when one arrives."""
     attached: dict[Any, bool] = {}  # maps each module that began to whether a node since then requires a gradient
     for node in facts.body:
         if node.target is enter:

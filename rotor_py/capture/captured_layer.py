@@ -28,7 +28,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class CapturedLayer(StageOffers):
-    """Partial storage modes of `layer`: `find` finds them, or they are those `named`, found for an equal layer, `like`."""
+    """Partial storage modes of `layer`: `find` finds them, or `named` names those found for an equal layer, `like`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class CapturedLayer(StageOffers):
                     cause = None if unchecked else self._difference(value, device)
                     if cause is None:
                         return True
-            except Exception as error:  # of any type: uncaptured, the layer has run before, so use it uncaptured
+            except Exception as error:  # of any type: the layer has run uncaptured before, and can go on so
                 cause = str(error)
             if cause is not None:
                 why = record_fields("not_in_part", name=self._name)
@@ -208,7 +208,7 @@ class CapturedLayer(StageOffers):
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whether two tensors have equal values, or both are None. NaN counts as 0, and infinity as the largest value."""
+    """Whether two tensors have equal values, or both are None. NaN equals 0, and infinity the largest finite value."""
     if found is None or expected is None:
         return found is expected
     return equal(found.nan_to_num(), expected.nan_to_num())

@@ -180,8 +180,8 @@ class FSDPMarks:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        # If a backward is running, this is a recomputation, which FSDP's hook would count as a new forward, and wait
-        # for another backward: do not call the hook. FSDP itself calls this private function to detect a backward.
+        # If a backward is running, this is a recomputation. FSDP's hook would count it as a new forward, and wait for
+        # another backward, so do not call the hook. FSDP itself detects a backward with this private function.
         if torch_compat.current_graph_task_id() != -1:
             in_backward(group)
             return tensors

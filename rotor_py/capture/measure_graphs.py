@@ -150,7 +150,7 @@ def measure_graphs(
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
-        # Suspend the hooks, as graphs are measured below. Enter `operators` here, so that TorchDynamo traces without.
+        # Suspend the hooks: graphs are measured below. Enter `operators` only here: TorchDynamo must not trace in it.
         with outside.suspended(), operators():
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
             if not graph.layers:
@@ -214,7 +214,7 @@ def measure_graphs(
             read = zip(tensors_in(found.output), found.layouts, strict=True)
             found.outputs_held |= any(tensor.dim() and strides is not None for tensor, strides in read)
         if compiler is not None:
-            # With several processes, compile stage by stage only: of a whole graph, each might choose other code.
+            # With several processes, compile stage by stage only: as a whole, each might get another partition.
             fits = room if options.group is None else None
             budget = None if fits is None else fits(whole_step(found, main.measurement), main.shared)
             agree = partial(largest_anywhere, group=options.group, device=device)

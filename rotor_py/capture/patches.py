@@ -10,9 +10,9 @@ Note [Questions about data]
   2. When the graph runs, this node runs before all stages, so before anything that cannot be undone. If the data give
      the other answer, the node raises `OtherAnswerError`. The forward is then called again with the other answer
      assumed, for which TorchDynamo traces another graph.
-  3. After the answer no, the library takes the branch for any traced code, which is right for every batch. So no is
-     assumed where a wrong answer could not be corrected: if only a stage can compute the condition, once a graph of the
-     forward has run, and about the batch of one of several processes, which all have to run the same stages.
+  3. After the answer no, the library takes its usual branch for traced code, which is right for every batch. So no is
+     assumed where a wrong answer could not be corrected: if only a stage can compute the condition; once a graph of the
+     forward has run; and, in one of several processes, about the batch, since all must run the same stages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Asking:
         """Return the answers before the wrong one, then the right one: after it, the model may ask other questions."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
-        while answers and answers[-1]:  # yes at the end is assumed anyway, so drop it: answers are keys of a dict
+        while answers and answers[-1]:  # drop yes at the end, which is assumed anyway: answers are compared as tuples
             answers.pop()
         return tuple(answers)
 
@@ -220,11 +220,11 @@ def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # In plain training, transformers drops a mask that masks nothing, so that flash attention can run. This needs a test of
-# the mask's values, so traced code always builds a dense mask, and repeats keys and values for each head of a query.
+# the mask's values, so traced code always builds a dense mask, and repeats keys and values for each query head.
 # The replacements ask a question instead. If transformers renames these private functions, it builds the dense mask.
 
 _MASKS = "transformers.masking_utils"
-# Maps names of functions to the condition on their result under which attention needs no mask for it.
+# Maps names of functions to conditions. If the condition holds for the function's result, attention needs no mask.
 _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prepare_padding_mask": lambda mask: mask.all(),
     "find_packed_sequence_indices": lambda indices: (indices[:, -1] == 0).all(),

@@ -145,7 +145,7 @@ class CaptureSession:
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
         """Capture and measure all graphs, with symbolic sizes if possible; leave the model unchanged. Return a list of
         measured variants of the main graph, with the costs of a whole step, and the values that all stages share. With
-        a `compiler`, the first variants are compiled. The last is not; it is followed until `follow` sets another.
+        a `compiler`, the first variants are compiled. The last is not; forwards run it until `follow` sets another.
         """
         self._streams = None
         measure = partial(
@@ -229,7 +229,7 @@ class CaptureSession:
         if graph in self._planned:
             return True
         try:
-            # Graphs for different data may have equal operators and shapes: one has a mask, and the other has none.
+            # Graphs for different data may have operators of equal names: attention with a mask, and without one.
             if self.answers is not None and graph.answers not in ((), self.answers):
                 raise OtherDataError(self.answers, graph.answers)
             if self._main is not None:

@@ -7,9 +7,9 @@ trace takes seconds. rotor_py makes sizes symbolic from the first trace on. Torc
 
   1. An input with a size of 1, which broadcasts. TorchDynamo assumes that symbolic sizes are at least 2.
   2. A size that the model's own code tests (`if length > 64`, a loop over blocks of the input): a graph serves only the
-     sizes for which these tests have the same results.
+     sizes for which these tests have the same results as when it was traced.
   3. Images of another height or width: in floating-point tensors with four dimensions or more, only the first size is
-     symbolic. When all were symbolic, simplifying the sizes of padded images took over 15 minutes for a small Swin.
+     symbolic. When all sizes were, TorchDynamo took over 15 minutes to simplify those of padded images in a small Swin.
   4. Each input shape, if TorchDynamo cannot trace the model with symbolic sizes.
 
 Sizes of parameters and buffers are constants, and so are modules' attributes that are ints or floats: with a symbolic
@@ -103,7 +103,7 @@ class Tracing:
 
     @contextmanager
     def configured(self, began: Callable[[], None], broke: Callable[[str], None]) -> Iterator[None]:
-        """Set TorchDynamo's configuration as the Note says. Enter this only while TorchDynamo traces: it takes long.
+        """Set TorchDynamo's configuration as the Note says. Enter this only while TorchDynamo traces: to enter is slow.
         When TorchDynamo starts to compile, it calls `began`, unless another thread is compiling, too. On exit, `broke`
         is called for every graph break that has a source line, with this line as "path:number (text)".
         """
@@ -168,7 +168,7 @@ class Tracing:
 
 @contextmanager
 def _shapes_unlogged() -> Iterator[None]:
-    """Suppress the twenty lines that torch logs for a shape error in this thread: the error itself says the same."""
+    """Suppress the twenty lines that torch logs in this thread for a shape error, whose own message says the same."""
     thread = get_ident()
 
     def is_logged(record: logging.LogRecord) -> bool:

@@ -130,7 +130,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     returned = storages(tensors_in(found.output))
     given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)
     inside = bool(after) and returned.keys().isdisjoint(given)
-    # The solver counts the main graph's output during the loss, but later backwards free it unless it is returned.
+    # The solver counts the main graph's output during the loss. The backwards of later graphs free it, if not returned.
     gone = main.stages[-1].output_released_bytes if inside and not _FRAMES_HOLD else 0
     gone = max(0, gone - sum(other.saved_inputs for other in after))
     # Each graph runs its backward while memory that the graphs before it have saved (`behind`) is still held.
@@ -164,7 +164,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
 
 
 def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulation, int]:
-    """Simulate a step of a graph that stores everything. Return it, and the bytes held between forward and backward."""
+    """Return the simulated step of a graph that stores everything, and its bytes held between forward and backward."""
     measured = graph.measurement
     chain = replace(measured, outputs_held=False, output_held=output_held).chain(fresh_gradients=True)
     sequence = store_all(chain)
@@ -180,7 +180,7 @@ _CAUTION = 0.75
 
 # Number of times that each of two variants is timed in a comparison. A guess: with fewer, noise decides.
 _TURNS = 4
-# Number of further times before a variant is rejected as slower: other programs may have disturbed it. A guess.
+# Number of times that a slower variant is timed again before it is rejected: other programs may be the cause. A guess.
 _MORE_TURNS = 8
 # Least share of time by which a variant must be slower to be rejected. A guess: below it, noise would decide.
 _CLEARLY_SLOWER = 0.02
@@ -266,7 +266,7 @@ def compiled_whole(
     _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began, extra=record_fields("compiled"))
     if room.taken(plain.measurement) > available:  # uncompiled, the graph would have to recompute
         return best
-    # Time the uncompiled graph as one stage, too: its stages, timed one by one, would find their data in the caches.
+    # Time the uncompiled graph as one stage, too: timed one by one, stages would find their data in the CPU's caches.
     as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
     return None if slower(best, as_one) else best
 
@@ -297,7 +297,7 @@ def with_ways(stages: Stages, compiler: StageCompiler) -> list[CompiledStage | N
     sharing code has saved: 32 equal blocks, compiled once, get all modes; blocks that all differ get none.
     """
     codes = Counter(stage.code for stage in stages if stage is not None)
-    # With several processes, add no modes: processes compile for different times, but must have the same modes.
+    # With several processes, add no modes: all must have the same, but compiling takes another time in each.
     counts = [(code, count) for code, count in codes.most_common() if code is not None and not several_processes()]
     spare = sum((count - 1) * compiler.seconds_of[code] for code, count in counts)
     ways: dict[StageCode | None, tuple[str, ...]] = {}
@@ -317,8 +317,8 @@ def compiled_variants(
     room: CompileBudget | None = None,
     agree: Agree = list,
 ) -> list[MeasuredGraph]:
-    """Return the compiled variants of the graph: compiled as a whole if that fits into `room`, else stage by stage. Not
-    both, since compiling is slow, and the whole graph, fused across the borders of stages, is mostly faster.
+    """Return the compiled variants of the graph: compiled as a whole if that fits into `room`, else stage by stage. To
+    compile both would be slow, and the whole graph, fused across the borders of stages, is mostly faster.
     """
     whole = None if room is None else compiled_whole(plain, compiler, room, progress)
     return _stage_by_stage(plain, compiler, progress, agree) if whole is None else [whole]

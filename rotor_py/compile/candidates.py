@@ -21,7 +21,7 @@ from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Lo
 
 # Largest number of stages, roughly, into which a forward is cut. A guess: more make solving slower for little gain.
 _MOST_STAGES = 64
-# Number of cuts from which on a small value that is live at them, such as a mask, is kept in all partitions.
+# Number of cuts at which a small value, such as a mask, must be live to be kept in all partitions.
 _SPREAD = 4
 # Largest bytes of such a value, as a share of the bytes of all values. A guess: to keep larger ones costs memory.
 _SMALL = 0.01
@@ -154,7 +154,7 @@ class Stages:
 
     @cached_property
     def parts(self) -> list[Set[fx.Node]]:
-        """For each level of recomputation, the values that all stages together keep; at level 0, all that are read."""
+        """For each level of recomputation, the values that stages keep; at level 0, all that the backward reads."""
         return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_by_level))]
 
     @cached_property
@@ -283,7 +283,7 @@ def _backward_temps(
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:
-    """Return the partition that keeps what the memory-persistent `sequence` keeps, and recomputes values when read."""
+    """Return the partition that keeps what the memory-persistent `sequence` keeps, and recomputes others when read."""
     operations = list(sequence)
     loss = operations.index(Loss())
     kept = set(stages.shared)

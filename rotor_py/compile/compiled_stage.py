@@ -47,7 +47,7 @@ def _results(
     with isolated(stage, main_device(tensors_in(value))) as parameters, torch.enable_grad():
         made = tensors_in(code.run(stage, tree_unflatten(copies, spec)))
         ends = [tensor for tensor in made if tensor.requires_grad]
-        # Draw output gradients after the run, so that they differ if the two codes draw different amounts of numbers.
+        # Draw output gradients after the run: if the two codes drew different amounts of random numbers, these differ.
         arriving = [torch.randn_like(tensor) for tensor in ends]
         wanted = [tensor for tensor in (*tensors_in(entered), *parameters) if tensor.requires_grad]
         gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
@@ -152,7 +152,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self.plain = plain
         self._name = name
         self._compiler = compiler
-        # Maps the shapes of an input to a dict from storage modes to codes. The code for None is by `partitioner`.
+        # Maps the shapes of an input to a dict from storage modes to codes. Mode None has the code by `partitioner`.
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:

@@ -211,7 +211,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def known(size: Any) -> int:
-    """Return a size as an int. A symbolic size has a value for the inputs for which the graph is compiled."""
+    """Return a size as an int: if it is symbolic, its value for the inputs for which the graph is compiled."""
     return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
 
 

@@ -117,7 +117,7 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
         tracing_now, compiling_now = TracingContext.try_get(), CompileContext.try_get()
 
         def compiled(partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
-            """Compile the graph in the context of TorchDynamo's first call, also later. `narrow`: in small kernels."""
+            """Compile the graph, now or later, in TorchDynamo's context of now. `narrow`: fuse less into a kernel."""
             # Import Inductor only here, since the import takes a second.
             from rotor_profiling.torch_compat import compile_fx
             from rotor_profiling.torch_compat import inductor_config as config
@@ -143,7 +143,7 @@ class WatchedGraph:
         self._compile: Callable[..., Call] | None = compilation
         self._partitioner = partitioner.for_one_graph(0)
         self._call = compilation(self._partitioner, narrow=False)
-        self._first: tuple[int, Call] | None = None  # if over the budget, the first code's peak in bytes, and this code
+        self._first: tuple[int, Call] | None = None  # peak in bytes of the first code, and the code, if over the budget
         self._watch: GraphWatch | None = None
 
     def __call__(self, *arguments: Any) -> Any:

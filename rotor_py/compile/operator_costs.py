@@ -35,7 +35,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # the channels-last
 
 
 def laid_out(node: fx.Node) -> int:
-    """Return the number of leading arguments that Inductor converts to channels-last: above 0 for CPU convolutions."""
+    """Return how many arguments Inductor converts to channels-last: 2 of a CPU convolution, 3 of its backward, or 0."""
     value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return 0
@@ -43,7 +43,7 @@ def laid_out(node: fx.Node) -> int:
 
 
 def copied_bytes(node: fx.Node, last: int) -> int:
-    """Return the bytes that Inductor copies to convert a node's arguments up to number `last` to channels-last."""
+    """Return the bytes that Inductor copies to convert the first `last` arguments of a node to channels-last."""
     if not last:
         return 0
     wanted: Any = node.args[-1]  # of a backward: whether to compute the gradients of image, weight and bias
@@ -51,7 +51,7 @@ def copied_bytes(node: fx.Node, last: int) -> int:
     read = node.args[: last - 1 if node.target is _BACKWARD and not wanted[0] else last]
     copied = 0
     for value in read:
-        # Only inputs of the graph are copied: Inductor's code makes all other values in this layout at once.
+        # Only inputs of the graph are copied: Inductor's code allocates all other values in this layout.
         if isinstance(value, fx.Node) and value.op == "placeholder":
             tensor = value.meta["val"]
             layout = _LAST.get(tensor.dim())
@@ -66,7 +66,7 @@ def copied_bytes(node: fx.Node, last: int) -> int:
 
 _log = logging.getLogger("rotor_py")
 
-# Bytes per second assumed for operators that cannot be timed. A guess: a low one keeps what is faster to recompute.
+# Bytes per second assumed for operators that cannot be timed. A guess: if too low, values are kept unnecessarily.
 _BYTES_PER_SECOND = 1e10
 # Number of timed runs of an operator. The fastest counts, as other programs only slow runs. A guess: more take longer.
 _RUNS = 3

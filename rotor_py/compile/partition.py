@@ -53,7 +53,7 @@ class BackwardWriter:
     joint: JointGraph
     kept: set[fx.Node]  # nodes whose values the forward keeps; all of them allocate memory, some are `JointGraph.early`
     runs: list[Run] = field(default_factory=list)
-    # Maps nodes whose values exist at this point of the backward to the runs that made them. Leaves out `kept`.
+    # Maps nodes whose values exist at this point of the backward to the runs that made them. Has no nodes of `kept`.
     available: dict[fx.Node, Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -176,7 +176,8 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
         **options,
     )
-    # Remove random operators, such as attention, whose results no node reads. PyTorch leaves them, as impure ones.
+    # Remove random operators, such as attention, whose results no node reads: PyTorch leaves them, since it counts
+    # random operators as impure.
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)

@@ -64,7 +64,7 @@ class _Partitioner(CustomPartitionerFn):
 
 @dataclass(frozen=True)
 class BudgetPartitioner(_Partitioner):
-    """Partition joint graphs so that a step of each stays within `limit`. Two with the same settings are equal."""
+    """Partition joint graphs so that a step of each stays within `limit`. Equal settings make equal partitioners."""
 
     limit: int | str
     fused: bool = False  # whether Inductor fuses the operators of the graphs

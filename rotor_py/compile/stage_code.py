@@ -61,7 +61,7 @@ class StageCode:
         self._call = call
         self._outputs = outputs
         self._spec = spec
-        # For each stage, dicts and keys in them with its parameters and buffers. Searching takes longer than a kernel.
+        # For each stage, dicts that have its parameters and buffers, and their keys. Cached, since a search is slow.
         self._places: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
 
     def run(self, stage: nn.Module, value: Any) -> Any:

@@ -50,24 +50,24 @@ class GraphFacts:
 
     sizes: SymbolValues
     marks: FSDPMarks | None
-    # Nodes that run once, before the body, in graph order: those without gradient, if they can, and some that must.
+    # Nodes that run once, before the body, in graph order: those without gradient that can, and some that must.
     context: list[fx.Node] = field(default_factory=list)
     body: list[fx.Node] = field(default_factory=list)  # all other nodes that compute something, in graph order
     outputs: list[Any] = field(default_factory=list)
     modes: dict[fx.Node, Modes] = field(default_factory=dict)
     # Maps placeholders to the parameters and buffers of the model that they stand for.
     owned: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
-    # Maps each `get_attr` node whose value is a module to it, such as the body of a higher-order operator.
+    # Maps each `get_attr` node that gets a module (such as the body of a higher-order operator) to this module.
     modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
     given: list[fx.Node] = field(default_factory=list)  # placeholders that are not `owned`: the caller's inputs
     # Nodes whose memory the body may write into. Nodes that read this memory after the write must be in the body, too.
     written: set[fx.Node] = field(default_factory=set)
-    # Maps placeholders of sharded parameters to pairs: where a module has the parameter, and the FSDP group.
+    # Maps the placeholder of each sharded parameter to a pair: where a module has the parameter, and its FSDP group.
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
 
     @property
     def operators(self) -> list[str]:
-        """Names of inputs and operators, each with whether it requires a gradient. They do not depend on sizes."""
+        """For each input, whether it requires a gradient; for each operator, its name, too. Independent of sizes."""
         given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
         return [*given, *made]
@@ -164,7 +164,7 @@ class _Reader:
                 )
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Whether a node runs before the body: because it must (`ahead`), or because it then has the same result."""
+        """Whether a node runs before the body: because it must (`ahead`), or because it can, with the same result."""
         if node in self.ahead:
             return True
         # Random numbers must be drawn in the model's order. Norms must be in stages, in which measuring restores their
@@ -210,11 +210,11 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
 # Share of the bytes allocated by the body above which a stage is cut further, by carrying tensors past the cuts. A
 # guess: with a higher share, large stages remain; with a lower one, more carried tensors take memory.
 _HUGE = 0.3
-# Least number of cuts that carrying one more tensor must allow. A guess: fewer cuts save less memory than it takes.
+# Least number of cuts that carrying one more tensor must allow. A guess: fewer cuts save less than the tensor takes.
 _WORTHWHILE = 4
 # Share of the body's bytes up to which an output of the graph is always carried: a thousand such outputs take a tenth.
 _TINY = 1e-4
-# Share of an average stage's bytes below which a stage is joined to the next one. A guess: to cut it off saves nothing.
+# Share of an average stage's bytes below which a stage is joined to the next. A guess: tiny stages save no memory.
 _SMALL = 0.25
 
 
@@ -286,7 +286,7 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
         carried.append(best)
     smallest = _SMALL / granularity
     while len(ends := _merged(possible, weights, smallest)) > granularity:
-        smallest *= 1.5  # a guess: with a larger factor, fewer stages than `granularity` remain; with less, it is slow
+        smallest *= 1.5  # a guess: a larger factor may leave far fewer stages, and a smaller one takes more rounds
     return CutPoints(ends, carried, live)
 
 

@@ -45,7 +45,7 @@ class SymbolValues:
                     self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
-        """Return a symbolic `value` as an int, float or bool; if unknown, TorchDynamo's hint, or None without one."""
+        """Return a symbolic `value` as an int, float or bool; if it is unknown, TorchDynamo's hint, maybe None."""
         if not isinstance(value, _SYMBOLIC):
             return value
         expression = getattr(value.node, "expr", None)

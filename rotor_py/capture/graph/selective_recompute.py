@@ -89,7 +89,7 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
     """Return the cut of least cost, and of equal ones that which recomputes the fewest nodes. `keeping` maps each node
-    to the cost of keeping its value. `again` maps nodes that can be recomputed to the cost of this.
+    to the cost of keeping its value. `again` maps nodes that can be recomputed to the cost of recomputing them.
     """
     # Each node is two vertices, "made" and "kept", joined by an edge with the cost of keeping as its capacity. The edge
     # from the source to "made" has the cost of recomputing. All other edges have infinite capacity.
@@ -146,7 +146,7 @@ def find_saved_parts(
     body: fx.GraphModule, shared: int, sizes: SymbolValues, arguments: Sequence[Any] | None = None
 ) -> dict[str, SavedPart]:
     """Return a dict from names of partial storage modes of the stage `body` to their parts, most bytes first; empty if
-    a run on `arguments` (or fake tensors) does not show what autograd saves. The last `shared` inputs cost no memory.
+    a run on `arguments` (or fake tensors) does not show what autograd saves. All stages share the last `shared` inputs.
     """
     nodes = list(body.graph.nodes)
     outputs = set(body.graph.output_node().all_input_nodes)  # these stay in memory for the next stage
@@ -170,7 +170,7 @@ def find_saved_parts(
         cut = least_cut(values, costs, {node: for_prices * price for node, price in prices_of.items()})
         return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.recomputed))
 
-    # `first` keeps few bytes: it recomputes, with cheap operators alone, all values of at most `_FOR_A_BYTE` per byte.
+    # `first` keeps few bytes: with cheap operators alone, it recomputes values of prices up to `_FOR_A_BYTE` per byte.
     first = least(_FOR_A_BYTE, 1, {node: prices[node] for node in own if is_cheap(node)})
     whole = PricedCut(ValueCut(), sum(keeping[node] for node in values.saved), 0)
     again = PricedCut(ValueCut(), sum(keeping[node] for node in inputs), _price_of_all(values, prices))
@@ -179,7 +179,7 @@ def find_saved_parts(
     found: dict[str, SavedPart] = {}
     before = whole
     for part in thinned([whole, *parts, again], first, _WORTHWHILE * whole.nbytes, _MOST):
-        # Name a part after the slowest sort of operators of which it recomputes some that the part before it keeps.
+        # Name a part after the slowest sort of operators among those that it recomputes, and the part before does not.
         kinds = {kind_of(node) for node in part.cut.recomputed - before.cut.recomputed} - {None}
         most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
         name = IN_PART if most is None and part.cut == first.cut else f"{IN_PART}, {most or 'arithmetic'} again"
@@ -207,7 +207,7 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """Convert `parts` of the same graph for other sizes to `body`. `nodes` maps indices in that graph to nodes here."""
+    """Convert `parts` of the same graph for other sizes. `nodes` maps the indices in that graph to nodes of `body`."""
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}

@@ -53,7 +53,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return
-    # Exit the innermost region first. Regions exited before are not found: generated code sets used locals to None.
+    # Exit the innermost region first. Regions exited before are no locals any more: generated code sets these to None.
     for value in reversed(trace.tb_frame.f_locals.values()):
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
@@ -251,7 +251,7 @@ class MarkedStage:
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
-        """Return a context for recomputing values. It yields a function that gathers parameters, given node indices."""
+        """Return a context for recomputing values. It yields a function to gather the parameters among given nodes."""
         sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
         groups: dict[fx.Node, ShardGroup] = {}
         for node in body.graph.nodes:
