@@ -61,7 +61,7 @@ class CapturedGraph:
         for rewrite in (with_exact_regions, with_saving_functions, with_whole_transforms, with_layers_apart):
             rewrite(graph_module.graph)
         graph_module.recompile()
-        if several_processes():  # Rule 3 in `patches.py`
+        if several_processes():  # do not assume yes about the batch: Rule 3 in `patches.py`
             graph_module = without_questions_about_the_batch(graph_module)
         self.graph_module = graph_module
         self._marks = marks
@@ -227,7 +227,7 @@ def _run_context(context: fx.GraphModule, given: list[Any]) -> Any:
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
     """Raise UnsupportedModelError if no output of a sharded module needs a gradient: FSDP gathers when one arrives."""
-    attached: dict[Any, bool] = {}  # maps each module that began to whether a node since then requires a gradient
+    attached: dict[Any, bool] = {}  # maps the `place` of each module to whether a node inside it requires a gradient
     for node in facts.body:
         if node.target is enter:
             attached[node.args[0]] = False

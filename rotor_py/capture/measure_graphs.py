@@ -186,7 +186,7 @@ def measure_graphs(
             with outside:
                 # Copy dicts and lists among the arguments, since a forward may change them.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
-            found.output = as_left(model, output)  # cast as by FSDP's hook on the model, which did not run here
+            found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
             found.outputs_held = options.outputs_held or not has_loss(found.output)
         finally:
             state.restore()

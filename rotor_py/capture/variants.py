@@ -48,7 +48,7 @@ class MeasuredGraph:
     shared: tuple[Any, ...]
     # Output tensors of the last stage, as weak references, so that measuring keeps no tensor alive.
     returned: tuple[weakref.ref[torch.Tensor], ...]
-    around: tuple[weakref.ref[torch.Tensor], ...] = ()  # inputs and outputs of the graph
+    around: tuple[weakref.ref[torch.Tensor], ...] = ()  # weak references to inputs and outputs of the graph
     # For the first graph of a forward, the next two are 0.
     saved_inputs: int = 0  # bytes of tensors that earlier graphs made and this one saves for its backward
     context_bytes: int = 0  # bytes of the values that this graph's context makes for its stages
@@ -144,7 +144,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
         made += sum(measured.gradient_bytes)
         output = measured.stages[-1].activation_bytes
         counted = output if last else 0
-        backward = len(whole.during) // 2  # index of the loss: all forwards, the loss, all backwards
+        backward = len(whole.during) // 2  # index of the loss, which all forwards precede and all backwards follow
         peak = max(*whole.during[:backward], max(whole.during[backward:]) - gone)
         most = max(most, behind + peak - made - counted)
         behind += saved - counted
@@ -210,7 +210,7 @@ class CompileBudget:
         return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain)) - self.budget.fixed.total
 
     def partitioner(self, limit: int) -> BudgetPartitioner:
-        """Return a partitioner that keeps a step within `limit` bytes, inputs and results of its code included."""
+        """Return a partitioner that keeps a step within `limit` bytes, which include inputs and results of its code."""
         from rotor_py.compile.partitioner import whole_partitioner
 
         return whole_partitioner(limit, self.budget.chain)
@@ -223,8 +223,8 @@ CompileBudgetOf = Callable[[Measurement, Any], CompileBudget]
 def compiled_whole(
     plain: MeasuredGraph, compiler: StageCompiler, room: CompileBudget, progress: Progress | None = None
 ) -> MeasuredGraph | None:
-    """Return the graph as one compiled stage: the faster of at most two partitions that fit into `room`. None if no
-    partition fits, or if the uncompiled graph fits, too, and is clearly faster.
+    """Return the graph as one compiled stage, by the faster of at most two partitions that fit into `room`. Return None
+    if no partition fits, or if the uncompiled graph fits, too, and is clearly faster.
     """
     if plain.cut.prefix:  # the stages read the output of the prefix layers, which `plain` does not have
         return None

@@ -365,7 +365,7 @@ def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = N
 
 
 def by_torch(joint: JointGraph, costs: GraphCosts, budgets: abc.Sequence[float]) -> list[Candidate]:
-    """Return what PyTorch's partitioner chooses for each of `budgets`, shares of the bytes that it saves by default."""
+    """Return the choice of PyTorch's partitioner for each budget, a share of the bytes that it saves by default."""
     return [Candidate(each, weigh(costs, each)) for each in torch_partitions(joint, budgets)]
 
 

@@ -197,9 +197,10 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     "4GB" or "80%" of the device. It covers parameters, buffers, inputs, saved activations, temporaries, outputs and
     gradients, but not the loss and the optimizer outside the graph, nor gradients held from earlier steps.
 
-    Under aot_eager and other backends that run operators one by one, no step exceeds the limit. Inductor's code is
-    measured in its first step, and recompiled if it exceeds the limit; if it still does, a warning is logged. To fit,
-    the backward recomputes some values. Results are those of a step that saves all (with Inductor, up to rounding).
+    Under aot_eager and other backends that run operators one by one, steps stay within the limit, except for scratch
+    memory of custom operators, which is not measured. Inductor's code is measured in its first step, and recompiled if
+    it exceeds the limit; if it still does, a warning is logged. To fit, the backward recomputes some values. Results
+    are those of a step that saves all values (with Inductor, up to rounding).
 
     The budget belongs to the compiled model: it applies after the block, too, and when the graph is recompiled for
     another shape. Models that were compiled before the block are not affected. `options` does the same without a block:
@@ -245,7 +246,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             return {**settings, "backend": self._bound_backend(backend)}
         mode, options = settings.get("mode"), settings.get("options")
         if mode is not None and options is not None:
-            return {**settings, "backend": backend}  # torch.compile raises an error for mode with options
+            return {**settings, "backend": backend}  # torch.compile raises an error for a mode together with options
         if mode is not None:
             # torch.compile takes either a mode or options, so replace the mode by the options that it stands for.
             options = torch_compat.list_mode_options(mode, settings.get("dynamic"))

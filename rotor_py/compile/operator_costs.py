@@ -220,7 +220,7 @@ def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
 # Seconds of a fused operator, as a share of its seconds when it is not fused. A guess: if too high, partitions keep
 # values that are faster to recompute; if too low, they recompute values that are faster to keep.
 _SHARE = 0.15
-_REDUCED_SHARE = 0.5  # the same share for a fused reduction, whose input is in memory
+_REDUCED_SHARE = 0.5  # the share for a fused reduction: larger, as it reads its input from memory. A guess, too
 _SAMPLE_BYTES = 1 << 22
 _FUSED_RUNS = 5
 

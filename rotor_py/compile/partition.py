@@ -240,12 +240,12 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
 #     backward          saved values still to be read; outputs, which the caller holds until the step ends, and their
 #                       gradients; computed gradients of inputs; temporaries; the operator's scratch memory
 #
-# Each storage counts once: a view costs nothing, but holds its base. If operators are `fused`, values in registers cost
-# nothing, and a kernel overwrites inputs that it is the last to read. Which operators Inductor fuses is known only
+# Each storage counts once: a view adds nothing, but keeps its base alive. In fused code, values in registers
+# add nothing, and a kernel overwrites inputs that it is the last to read. Which operators Inductor fuses is known only
 # after compilation, so the peak is then an estimate, and the caller measures the code.
 
 
-_Memory = dict[int, "_Block"]  # maps each storage of a value to its block
+_Memory = dict[int, "_Block"]  # maps the storages of a value to their blocks
 
 
 @dataclass(eq=False, slots=True)

@@ -1,1 +1,1 @@
-"""A captured graph: its facts, its cut points, and the stages made of it."""
+"""Read a captured graph, find where to cut it, and make stages of the pieces."""

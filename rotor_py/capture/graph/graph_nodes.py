@@ -1,4 +1,4 @@
-"""Facts about a single node of a captured graph: its tensors, memory, in-place writes and random draws."""
+"""Functions that tell a node's tensors, the memory that it allocates or writes into, and whether it is random."""
 
 from __future__ import annotations
 

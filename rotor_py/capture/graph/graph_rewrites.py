@@ -1,4 +1,4 @@
-"""Rewrite a captured graph before it is cut: autograd functions, checkpointed regions, transforms, recurrent layers."""
+"""Rewrite autograd functions, checkpointed regions, transforms and recurrent layers of a graph before it is cut."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def largest_bytes(node: fx.Node, sizes: SymbolValues) -> int:
     return max(map(sizes.bytes_of, tensors_of(node)), default=0)
 
 
-# The CPU's attention kernel, whose operations torch's counter does not count.
+# torch's counter does not count the operations of the CPU's attention kernel. Count them as for other kernels.
 _CPU_ATTENTION = torch_compat.scaled_dot_product_flash_attention_for_cpu
 _MORE_FLOPS = {_CPU_ATTENTION: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}
 
