@@ -51,7 +51,7 @@ class _Compiled:
     run: Callable[..., Any]
     traced: int = 0  # number of times that TorchDynamo has traced this forward
     breaks: list[str] = field(default_factory=list)  # source line of each graph break, as "path:number (text)"
-    # `Tracing` of the model for which TorchDynamo gave up a function (a hook in a loop), which it then skips for all.
+    # `Tracing` in which TorchDynamo gave up a function (a hook in a loop), which it then runs untraced for all models.
     given_up: weakref.ref[Tracing] | None = None
 
 
@@ -173,7 +173,7 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 
 class CapturedForward:
-    """Capture and run the forward of one model. `gathered`: the caller gathers its parameters, so it gets no marks."""
+    """Capture and run the forward of one model. `gathered`: the caller gathers parameters, so no marks are needed."""
 
     def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
         self.model = model

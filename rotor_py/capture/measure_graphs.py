@@ -140,7 +140,7 @@ def measure_graphs(
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss. With a `compiler`, also compile the main graph and
     measure its code. Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph needs a
-    gradient or too much is saved outside of graphs, UnusableLossError for such a loss, and the model's own errors.
+    gradient or too much is saved outside of graphs; UnusableLossError if the loss cannot be used; the model's errors.
     """
     model = forward.model
     found = MeasuredGraphs()

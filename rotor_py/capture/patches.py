@@ -11,8 +11,8 @@ Note [Questions about data]
      the other answer, the node raises `OtherAnswerError`. The forward is then called again with the other answer
      assumed, for which TorchDynamo traces another graph.
   3. After the answer no, the library takes its usual branch for traced code, which is right for every batch. So no is
-     assumed where a wrong answer could not be corrected: if only a stage can compute the condition; once a graph of the
-     forward has run; and, in one of several processes, about the batch, since all must run the same stages.
+     assumed where a wrong answer could not be corrected: if only a stage can compute the condition, once a graph of the
+     forward has run, and about the batch if several processes train, since all must run the same stages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Asking:
     open: bool = True  # whether no graph has run yet, so that the forward can be called again
 
     def corrected(self, other: OtherAnswerError) -> Answers:
-        """Return the answers before the wrong one, then the right one: after it, the model may ask other questions."""
+        """Return the answers to assume next: those before the wrong one, and the right one. Later ones may be others."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
         while answers and answers[-1]:  # drop yes at the end, which is assumed anyway: answers are compared as tuples

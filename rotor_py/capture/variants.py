@@ -83,7 +83,7 @@ class MeasuredGraphs:
     variants: list[MeasuredGraph] = field(default_factory=list)
 
     def settle(self, graph: MeasuredGraph) -> None:
-        """Measure the graph again if the loss returns gradients of its outputs in layouts that were not assumed."""
+        """Measure the graph again if the loss returns gradients of its outputs in other layouts than those assumed."""
         if self.layouts is not None:
             # Map by id, since `==` of tensors compares elements.
             pairs = zip(tensors_in(self.output), self.layouts, strict=True)
@@ -175,14 +175,14 @@ def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulat
 
 # If the first partition fits, share of a step's time that a second must promise to save. A guess: compiling is slow.
 _WORTH_COMPILING = 0.03
-# Of the bytes that the first partition leaves free, the share for the second. A guess: with 1, a Llama was 1 % over.
+# Share of the bytes left free by the first partition that the second may use. A guess: 1 exceeded a Llama's limit.
 _CAUTION = 0.75
 
 # Number of times that each of two variants is timed in a comparison. A guess: with fewer, noise decides.
 _TURNS = 4
 # Number of times that a slower variant is timed again before it is rejected: other programs may be the cause. A guess.
 _MORE_TURNS = 8
-# Least share of time by which a variant must be slower to be rejected. A guess: below it, noise would decide.
+# Least share of time by which a variant must be slower to be rejected. A guess: smaller differences may be noise.
 _CLEARLY_SLOWER = 0.02
 
 

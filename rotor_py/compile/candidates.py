@@ -23,7 +23,7 @@ from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Lo
 _MOST_STAGES = 64
 # Number of cuts at which a small value, such as a mask, must be live to be kept in all partitions.
 _SPREAD = 4
-# Largest bytes of such a value, as a share of the bytes of all values. A guess: to keep larger ones costs memory.
+# Upper bound of the bytes of such a value, as a share of the bytes of all values. A guess: larger ones cost memory.
 _SMALL = 0.01
 _THRESHOLDS = 6  # number of limits tried for the seconds to recompute a byte. A guess: more make solving slower
 
@@ -159,7 +159,7 @@ class Stages:
 
     @cached_property
     def _cuts_by_level(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
-        """Pairs for the levels above 0: values to recompute if not kept, and values to keep. The first keeps most."""
+        """Pairs for the levels above 0: values that may be recomputed, and values to keep, the most bytes first."""
         inside = [value for values in self.inside for value in values]
         targets = self.read_backward - self.shared
         found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed()}
@@ -187,7 +187,7 @@ class Stages:
         return [*found, fused, *(set(rates) - each for each in kept)]
 
     def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
-        """Return the values `inside` of fewest bytes from which recomputing values in `again` gives all `targets`."""
+        """Return which values of `inside` to keep, of fewest bytes, so that recomputing `again` gives all `targets`."""
         flow = Network("made", "read")
         mine = set(inside)
         for value in inside:
@@ -220,7 +220,7 @@ class Stages:
 
 
 def chains(stages: Stages) -> dict[bool, Chain]:
-    """Return two chains with approximate costs, by whether each option also keeps its stage's output."""
+    """Return two chains with approximate costs. Under the key True, each option also keeps its stage's output."""
     joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
     outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
     backward, returned = _backward(stages), set(joint.gradients)
@@ -248,7 +248,7 @@ def chains(stages: Stages) -> dict[bool, Chain]:
 
 
 def _backward(stages: Stages) -> list[list[fx.Node]]:
-    """Return the backward's nodes by stage: a node goes to the last stage of which it or a later node reads a value."""
+    """Return a list of the backward's nodes for each stage: the last stage that a node, or a later node, reads from."""
     root, latest = stages.joint.root, 0
     found: list[list[fx.Node]] = [[] for _ in stages.members]
     for node in reversed(stages.joint.backward):

@@ -64,7 +64,7 @@ def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], T
 
 
 class StageCompiler:
-    """Compiles a model's stages with the options `config` of Inductor, and stages that can share code only once."""
+    """Compiles a model's stages with the options `config` of Inductor. Stages that can share code are compiled once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -112,7 +112,7 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
     def __call__(
         self, model_: fx.GraphModule, inputs_: list[Any], *, config_patches: dict[str, Any] | None = None
     ) -> Call:
-        # Copy the graph, since compiling rewrites it. The copy has no parameters, which are inputs of the graph.
+        # Copy the graph, since compiling rewrites it. This copies no parameters, which are inputs of the graph.
         graph = copy.deepcopy(model_)
         tracing_now, compiling_now = TracingContext.try_get(), CompileContext.try_get()
 

@@ -130,7 +130,7 @@ def _kind(node: fx.Node) -> Hashable:
 def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, int]]) -> None:
     device = joint.device
     with ExitStack() as stack:
-        # The compiler calls this in modes that make tensors fake and trace operators. Leave them to run real operators.
+        # The compiler calls this in modes that make tensors fake, or trace operators: leave these modes.
         for mode in (unset_fake_temporarily, disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
             stack.enter_context(mode())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))

@@ -176,8 +176,7 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
         **options,
     )
-    # Remove random operators, such as attention, whose results no node reads: PyTorch leaves them, since it counts
-    # random operators as impure.
+    # Remove random operators, such as attention, whose results no node reads: PyTorch counts them as impure.
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
@@ -283,7 +282,7 @@ class GraphCosts:
             return cls(joint, operator_costs(joint), loss=loss)
         from rotor_profiling.torch_compat import inductor_config as config
 
-        mkldnn = torch.backends.mkldnn  # if available, Inductor chooses the layouts of images on the CPU
+        mkldnn = torch.backends.mkldnn  # where oneDNN is available, Inductor chooses the layouts of images on the CPU
         inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
         return cls(joint, fused_costs(joint, operator_costs(joint, inductor=inductor)), estimated, loss)
 

@@ -30,7 +30,7 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Chain
 
 _log = logging.getLogger("rotor_py")
-# If all estimated peaks exceed the limit, but the least by at most this factor, its partition is tried: what Inductor
+# If even the least estimated peak exceeds the limit, but by at most this factor, its partition is tried: what Inductor
 # fuses is known only after compiling. A guess: where measured, the estimate was up to a tenth too high.
 _UNCERTAIN = 1.2
 
@@ -64,7 +64,7 @@ class _Partitioner(CustomPartitionerFn):
 
 @dataclass(frozen=True)
 class BudgetPartitioner(_Partitioner):
-    """Partition joint graphs so that a step of each stays within `limit`. Equal settings make equal partitioners."""
+    """Partition joint graphs so that a step of each stays within `limit`. Partitioners of equal settings are equal."""
 
     limit: int | str
     fused: bool = False  # whether Inductor fuses the operators of the graphs

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 #     seed from PyTorch's generator, and pass it to the backward as a saved tensor. Buffers are inputs of the code,
 #     which writes into them, so a recomputation gets copies.
 #  4. The backward must not reuse saved tensors' memory (`donated_buffer`): a retained graph runs its backward twice.
-#  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that compiled and other
-#     stages fit together. Inputs are saved as given, not as copies in another layout (`saving_inputs`).
+#  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), as uncompiled stages that read
+#     them expect. Inputs are saved as given, not as copies in another layout (`saving_inputs`).
 #
 # So a step's results depend on which stages a plan compiles, but not on the tensors that it stores.
 
@@ -50,7 +50,8 @@ class NotCompilableError(Exception):
     """Raised if a stage cannot be compiled; the message says why."""
 
 
-# Source of a leaf of a stage's output: ("made", index of a code's output), ("given", index of its input), or the leaf.
+# Source of a leaf of a stage's output: ("made", index among the code's outputs), ("given", index among the code's
+# inputs), or ("constant", the leaf itself).
 _Output = tuple[Literal["made", "given", "constant"], Any]
 
 

@@ -210,7 +210,7 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
 # Share of the bytes allocated by the body above which a stage is cut further, by carrying tensors past the cuts. A
 # guess: with a higher share, large stages remain; with a lower one, more carried tensors take memory.
 _HUGE = 0.3
-# Least number of cuts that carrying one more tensor must allow. A guess: fewer cuts save less than the tensor takes.
+# Least number of cuts that one more carried tensor must make possible. A guess: fewer save less than the tensor takes.
 _WORTHWHILE = 4
 # Share of the body's bytes up to which an output of the graph is always carried: a thousand such outputs take a tenth.
 _TINY = 1e-4

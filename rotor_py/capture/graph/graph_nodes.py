@@ -22,7 +22,7 @@ from rotor_profiling.storage import local
 from rotor_profiling.torch_compat import tree_leaves
 
 # To choose cuts and saved values, rotor_py needs the bytes of tensors, which depend on the current input's sizes. The
-# hint of a symbolic size does not tell these: it is the size at tracing, maybe of another input or for another model.
+# hint of a symbolic size may be wrong: it is the size at tracing, maybe of another input or of another model's input.
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -87,7 +87,7 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
                 return operator(body, *values, **how)  # AOTAutograd traces with fake tensors, and knows this operator
             trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in values]
             given = [each if needed else None for each, needed in zip(values, trained, strict=True)]
-            # A recomputed stage reads copies of buffers. A region in it that recomputes must read the model's own ones.
+            # A recomputed stage reads copies of buffers. A region in it must recompute on the model's own buffers.
             later = [None if needed else lasting(each) for each, needed in zip(values, trained, strict=True)]
             others = [later, list(values)]
 
@@ -111,7 +111,7 @@ _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
 
 
 def with_whole_transforms(graph: fx.Graph) -> None:
-    """Make each region of `torch.func` transforms one node. Raises UnsupportedModelError if it writes into an input."""
+    """Make each region of `torch.func` transforms one node. Raises UnsupportedModelError if one writes into inputs."""
     region: list[fx.Node] = []
     depth = 0
     for node in list(graph.nodes):

@@ -86,7 +86,7 @@ class WholeRun:
 
     def __init__(self, stages: Sequence[tuple[fx.GraphModule, tuple[int, ...]]]) -> None:
         graph = fx.Graph()
-        # Pass values in a list that the graph empties: otherwise, its caller would hold the arguments until it returns.
+        # Pass values in a list that the graph empties: Python would hold separate arguments until the graph returns.
         self._values, self._owned = graph.placeholder("values"), graph.placeholder("owned")
         # Pairs of a dict and a key in it, for each parameter, buffer or module that the stages read.
         self._places: list[tuple[dict[str, Any], str]] = []

@@ -268,7 +268,7 @@ def _value_of(
 
 
 def _like(value: Any, sizes: SymbolValues) -> Any:
-    """Return a tensor like a fake one of TorchDynamo's, but with ints for its sizes. Return other values as numbers."""
+    """Return a tensor like a fake one of TorchDynamo's, or a number like a symbolic one, with values for symbols."""
     if isinstance(value, DTensor):
         part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
         shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))

@@ -207,7 +207,7 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """Convert `parts` of the same graph for other sizes. `nodes` maps the indices in that graph to nodes of `body`."""
+    """Convert `parts` of a graph to `body`, the same for other sizes. `nodes` maps that graph's indices to our nodes."""
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}

@@ -120,7 +120,7 @@ class Emitter:
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
-        # Compare functions and methods by their targets. A node of another sort makes this signature equal no other.
+        # Compare functions and methods by their targets. Another sort of node makes the signature unequal to all others.
         target = node.target if node.op in ("call_function", "call_method") else Unlike(id(node))
         args = node.args
         if node.target in MARKS:
@@ -152,8 +152,8 @@ class Emitter:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
-            # Equal stages share graphs, which find attributes by name, so number the names. In a sharded model, stages
-            # share none: use the nodes' names, by which the pieces of a stage find its attributes.
+            # Equal stages share graphs, which find attributes by name, so number attributes. In a sharded model, stages
+            # share none: name attributes after nodes, so that the pieces of a stage find them.
             name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
             if node in self.facts.sharded:
                 # Refer to the module's `_parameters`, since gathering puts another parameter into this dict.
