@@ -55,7 +55,7 @@ class Asking:
     open: bool = True  # whether no graph has run yet, so that the forward can be called again
 
     def corrected(self, other: OtherAnswerError) -> Answers:
-        """Return the answers to assume next: those before the wrong one, and the right one. Later ones may be others."""
+        """Return the answers to assume next: those before the wrong one, and the right one. Later ones may change."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
         while answers and answers[-1]:  # drop yes at the end, which is assumed anyway: answers are compared as tuples

@@ -27,8 +27,8 @@ from rotor_profiling.torch_compat import (
 from rotor_py.compile.joint_graph import JointGraph, is_number, known
 from rotor_py.errors import record_fields
 
-# On the CPU, Inductor converts images and weights of convolutions to channels-last, so it copies inputs in another
-# layout. This also changes oneDNN's scratch memory: to 0.1 to 3 times as much, as measured for the layers of a U-Net.
+# On the CPU, Inductor converts images and weights of convolutions to channels-last, for which it copies inputs. This
+# also changes oneDNN's scratch memory: to 0.1 to 3 times as much, as measured for the layers of a U-Net.
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # the channels-last layout by number of dimensions

@@ -222,7 +222,7 @@ def _compile(
     return cast(Callable[..., Any], call)
 
 
-Compile = bool | str | Mapping[str, Any]  # True, a mode of `torch.compile`, or options of Inductor by name.
+Compile = bool | str | Mapping[str, Any]  # whether to compile, a mode of `torch.compile`, or Inductor's options
 
 
 def config_of(given: Compile) -> Config | None:

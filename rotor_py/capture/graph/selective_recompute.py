@@ -84,7 +84,7 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
 
 
 # A minimum cut tells which values to keep, as in torch._functorch.partitioners. Flow goes from values that cannot be
-# recomputed to saved ones. A cut costs the bytes of the values on it, which are kept, and prices of recomputing others.
+# recomputed to saved ones. A cut costs the bytes of the values on it, which are kept, and the prices of those behind.
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
@@ -207,7 +207,7 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """Convert `parts` of a graph to `body`, the same for other sizes. `nodes` maps that graph's indices to our nodes."""
+    """Convert `parts` of a graph to `body`, the graph for other sizes. `nodes` maps indices in the first to nodes."""
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}

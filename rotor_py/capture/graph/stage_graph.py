@@ -120,7 +120,7 @@ class Emitter:
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
-        # Compare functions and methods by their targets. Another sort of node makes the signature unequal to all others.
+        # Compare functions and methods by their targets. With a node of another `op`, the signature equals no other.
         target = node.target if node.op in ("call_function", "call_method") else Unlike(id(node))
         args = node.args
         if node.target in MARKS:
@@ -182,7 +182,7 @@ class Emitter:
             self.graph.call_function(torch_compat.set_grad_enabled, (self._gradients_off,))
             self._gradients_off = None
         elif not modes.gradients and self._gradients_off is None:
-            # Read the mode to restore when the graph runs: the caller may run it under `no_grad`.
+            # When the graph runs, read the mode to restore later: the graph's caller may be under `no_grad`.
             self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
             self.graph.call_function(torch_compat.set_grad_enabled, (False,))
             self.signature.append("no gradients")
