@@ -86,7 +86,7 @@ class CapturedLayer(StageOffers):
         return False
 
     def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
-        """Return the layer as one stage; None if TorchDynamo captures several graphs, or one that needs no gradient."""
+        """Return the layer as one stage. Return None unless it is one graph that trains and asks no question of data."""
         graphs: list[CapturedGraph] = []
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:

@@ -1,9 +1,9 @@
 """The measured graphs of a model, and compiled variants of the main graph: compiled as a whole, or stage by stage.
 
-Compiled as a whole, the graph is one stage, and as fast as under `torch.compile`, since operators are fused across the
-borders of stages. A partitioner (`BudgetPartitioner`), not the plan, then chooses the tensors that the forward saves.
-It predicts the peak of each partition before anything is compiled. The compiled stage is then measured, as any stage
-is. If it exceeds the limit, or is so far below that a faster partition may fit, a second partition is compiled.
+Compiled as a whole, the graph is one stage, in which Inductor fuses operators across the borders of the plan's stages.
+A partitioner (`BudgetPartitioner`), not the plan, then chooses the tensors that the forward saves. It predicts the peak
+of each partition before anything is compiled. The compiled stage is then measured, as any stage is. If it exceeds the
+limit, or is so far below that a faster partition may fit, a second partition is compiled.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Compile graphs and stages with Inductor, so that their training step stays within a memory budget in bytes."""
+"""Compile graphs and stages of a model with Inductor, and keep their training steps within a memory budget."""

@@ -1,4 +1,4 @@
-"""Train compiled graphs within a budget: `with rotor_py.memory_budget("4GB"): model = torch.compile(model)`."""
+"""Train compiled graphs in a memory budget: `with rotor_py.memory_budget("4GB"): model = torch.compile(model)`."""
 
 from __future__ import annotations
 
