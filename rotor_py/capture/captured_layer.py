@@ -86,7 +86,7 @@ class CapturedLayer(StageOffers):
         return False
 
     def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
-        """Return the layer as one stage. Return None unless it is one graph that trains and asks no question of data."""
+        """Return the layer as one stage; None unless it is one graph that trains and asks no question about data."""
         graphs: list[CapturedGraph] = []
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:

@@ -91,7 +91,7 @@ class SavedOutside(saved_tensors_hooks):
             ):
                 self.packed_line = line
             self.lines[line] += sum(new.values())
-        return tensor.detach()  # else, a node that saves its own result would be in a cycle that is never freed
+        return tensor.detach()  # else, an autograd node that saves its own result would be in a cycle, never freed
 
 
 def is_users(file: str) -> bool:

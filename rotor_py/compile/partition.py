@@ -64,7 +64,7 @@ class BackwardWriter:
                 self.siblings.setdefault(node.all_input_nodes[0], []).append(node)
 
     def write(self, node: fx.Node) -> None:
-        if node in self.available or node in self.kept:  # an element of an unpacked tuple, or run in the forward
+        if node in self.available or node in self.kept:  # an element of an unpacked tuple, or kept by the forward
             return
         for each in node.all_input_nodes:
             self.make(each)

@@ -205,7 +205,7 @@ class _Memories:
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         # Record the storage, not the tensor, since a saved tensor is often a view of a node's result.
         self.saved.add(self._number(tensor))
-        return tensor.detach()  # else, a node that saves its own result would be in a cycle that is never freed
+        return tensor.detach()  # else, an autograd node that saves its own result would be in a cycle, never freed
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = local(tensor).untyped_storage()

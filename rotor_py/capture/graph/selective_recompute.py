@@ -207,7 +207,7 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """Convert `parts` of a graph to `body`, the graph for other sizes. `nodes` maps indices in the first to nodes."""
+    """Convert `parts` found for other sizes. `nodes` maps indices in the graph for those sizes to nodes of `body`."""
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}
