@@ -4,13 +4,14 @@
 #
 #  1. Two small batches are measured stage by stage: 2 and 4, or smaller ones if 4 might not fit. Lines through the
 #     measured bytes of a step choose the next batch to measure, until `largest` has found two: the largest batch that
-#     fits, and the largest that fits without recomputation. Steps, whose failure hangs other processes, are for rule 3.
+#     fits, and the largest that fits without recomputation. No step runs, as one that fails would hang other processes.
 #  2. The search for the batch with the most samples a second interpolates costs between measured batches (`Curve`), and
 #     measures the batch that it finds, up to `_ROUNDS` times. The answer is always a measured batch.
-#  3. The found batch takes a real step. If its peak exceeds the limit, only smaller batches remain candidates, and
-#     rules 1 and 2 are repeated. For "best", the two batches of rule 1 take steps, too; the fastest per sample wins.
-#  4. Processes that train together decide from the same costs, the maximum over all of them (`agreed_costs`). So all
-#     of them measure the same batches and reach the same answer.
+#  3. A real training step runs with the batch found. If its peak exceeds the limit, only smaller batches remain
+#     candidates, and rules 1 and 2 are repeated. For "best", steps of the two batches of rule 1 run, too; the batch
+#     with the most samples a second in these steps is chosen.
+#  4. Processes that train together replace each cost by its maximum over all of them (`agreed_costs`). So all of them
+#     measure the same batches and choose the same one.
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
 _MOST = 2**16  # default of `most`: the largest batch that may be chosen
-# Most times that a lower limit is tried if a simulated allocator reserves too much. A guess; too few may not fit.
+# Upper bound of searches with a lower limit while a simulated device would run out. A guess; too few may not fit.
 _LOWERED = 3
-# Most batches measured in search of the best, which noisy times would prolong. A guess; with too few, it is missed.
+# Upper bound of batches measured to find the fastest, as noisy times could prolong the search. A guess; few miss it.
 _ROUNDS = 4
-_TOLERANCE = 0.005  # least share of time that measuring another batch must promise: plans are no closer to the optimum
-# Bytes that CUDA's rounding to 512 may add to those predicted for a stage. A guess; too few miss a larger batch.
-_ROUNDED = 4 * 512
+# Predicted gain in samples a second, as a share, above which another batch is measured. Plans may err by as much.
+_TOLERANCE = 0.005
+_ROUNDED = 4 * 512  # Bytes a stage by which CUDA's rounding to 512 may falsify lines. A guess; few miss larger batches.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def choose_among(
     most: int = _MOST,
     keep_limit: bool = True,
 ) -> PlannedBatch:
-    """As `largest_batch`. Unless `keep_limit`, lower the limit while a simulated allocator reserves too much memory."""
+    """Choose for `aim`. Unless `keep_limit`, lower the limit while the allocator would reserve more than it may."""
     candidates = _candidates(multiple, effective_batch, most, fresh_grads=batches.fresh_grads)
     found = _chosen(aim, batches, candidates, effective_batch)
     for _ in range(_LOWERED):
@@ -125,7 +126,7 @@ def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_
             raise _infeasible(batches, among[0], limit)
         if over is not None:
             fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
-        if curve is None:  # not earlier: `optimizer_seconds` takes an optimizer step, which has to fit
+        if curve is None:  # not earlier: `optimizer_seconds` runs `optimizer.step()`, which needs a limit that fits
             curve = Curve(batches.costs, limit, batches.optimizer_seconds, effective_batch, batches.slots)
         chosen, gap, tried = fits.batch, None, {fits.batch}
         if aim == "best":
@@ -176,12 +177,12 @@ def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_
 
 
 def _probe(batches: MeasuredBatches) -> bool:
-    """Measure two small batches, from which costs of others follow. Return whether a batch of one may be chosen."""
+    """Measure two small batches, to predict others by lines. Return whether a batch of one sample may be chosen."""
     # Do not start with one sample: BatchNorm may refuse it, and TorchDynamo compiles size 1 specially.
     first = batches.of(2)
     fixed, limit = first.budget.fixed.total, batches.mem_limit
     for second in (4, 3):
-        # An upper bound: scales all bytes that are not fixed. Measuring one stage at a time needs less than a step.
+        # Upper bound of a step's bytes, as if all but the fixed ones grew with the batch. Measuring stages needs less.
         if fixed + (first.least_bytes - fixed) * second // 2 <= limit:
             batches.of(second)
             return True
@@ -204,13 +205,13 @@ def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, 
 
 
 def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[int, float]:
-    """Find the batch `inside` with most samples a second, and the share of them that an unmeasured one might gain."""
+    """Return the fastest measured batch `inside`, and the share by which an unmeasured one may be faster per sample."""
     for left in range(_ROUNDS, -1, -1):
-        curve.planned.clear()  # plans whose costs were interpolated without the batch measured last
+        curve.planned.clear()  # these costs were interpolated without the batch measured last
         seen = curve.best(inside)
         best = min((batch for batch in batches.costs if batch in inside), key=curve.per_sample)
         gap = max(0.0, curve.per_sample(best) / curve.per_sample(seen) - 1)
-        # Plans may be this far from the optimum, so a smaller gain may be none.
+        # A smaller predicted gain may be an error of the plans.
         if gap <= _TOLERANCE or not left:
             return best, gap
         if not batches.trains_on(seen):
@@ -263,8 +264,9 @@ def _for_one_aim(choose: Callable[Concatenate[Aim, P], R]) -> Callable[[Callable
 def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """Find the largest batch for which a planned training step of `model` stays within `mem_limit`.
 
-    Measures batches stage by stage, which needs less memory than a step, and takes a real step of the one found.
-    Processes that train together find the same. Restores parameters, gradients, optimizer state, buffers, random state.
+    Measures some batches stage by stage, which needs less memory than a step, then runs a real step with the batch
+    found, and restores parameters, gradients, optimizer state, buffers and random state. Processes that train together
+    choose the same batch.
 
     Args:
         model: any model that `Checkpointable` takes.
@@ -272,24 +274,24 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
             positional or a dict of keyword arguments.
         mem_limit: limit of a whole step's peak: bytes, or a text such as "4GB", "512MiB", "80%". None is 90 % of the
             device memory available to this process.
-        loss: a function of the model's output for any batch size; None: the output's `loss`, else its mean square.
+        loss: a function of the model's output that returns the loss; None: the output's `loss`, else its mean square.
         optimizer: the optimizer, whose state counts toward the limit, and whose step counts toward the time.
         fresh_grads: whether gradients are freed between steps.
         multiple: only multiples of this number of samples may be chosen.
         effective_batch: samples per optimizer step, accumulated over batches. Only its divisors may be chosen. Not with
             `fresh_grads`, which would free the accumulated gradients.
         most: the largest batch that may be chosen.
-        progress: called with (number of stages measured, number of all stages, name of the next) while measuring.
-        device: a device to simulate, such as "h100", as for `estimate`. Nothing is measured and no step runs: all
-            costs are predicted with a copy of the model on fake tensors.
+        progress: called while measuring with (number of stages measured, number of all stages, next stage and batch).
+        device: a device to simulate, such as "h100", as for `estimate`. Then all costs are predicted with a copy of
+            the model on fake tensors, and no step runs.
         autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
-        options: others of `Checkpointable`, except `compile`, `plan`, `custom_input`, `step_in_backward`, `level`,
-            `every_n_layers` and `max_checkpoints`.
+        options: further arguments of `Checkpointable`, except `compile`, `plan`, `custom_input`, `step_in_backward`,
+            `level`, `every_n_layers` and `max_checkpoints`.
 
     Raises:
-        InfeasibleError: not even the smallest batch fits; `min_bytes` is the least limit that it needs.
-        ValueError: an invalid number or option.
-        UnsupportedModelError: the model cannot be planned, or samples do not grow with the batch.
+        InfeasibleError: not even the smallest batch fits; `min_bytes` is the least limit within which it would.
+        ValueError: an argument is invalid.
+        UnsupportedModelError: the model cannot be planned, or `sample_of` returns no more bytes for a larger batch.
     """
     return choose_batch("max", *args, **kwargs)
 
@@ -298,7 +300,7 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
 def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """Find the batch with the most samples a second within `mem_limit`, recomputation and optimizer step included.
 
-    Arguments and errors are those of `largest_batch`. The result's `gap` is the share by which an unmeasured batch
-    might have more samples a second, by costs interpolated between measured batches.
+    Arguments and errors are those of `largest_batch`. The result's `gap` is a prediction, from costs interpolated
+    between measured batches: 0.02 means that an unmeasured batch may have up to 2 % more samples a second.
     """
     return choose_batch("best", *args, **kwargs)

@@ -29,17 +29,17 @@ from rotor_solver.watching import Progress
 _log = logging.getLogger("rotor_py")
 # Options of `Checkpointable` that fix the plan, hold for one batch only, or change parameters in a measured backward.
 _EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
-_SEVERAL = 3  # Number of steps whose least peak counts where measured peaks may be too high. A guess; fewer are higher.
+_SEVERAL = 3  # Number of steps of which the lowest measured peak counts (`step_peak`). A guess; fewer overestimate it.
 _TURNS = 3  # Number of timed steps of each batch. A guess; with fewer, one slow step may decide which batch wins.
 
 
 class MeasuredBatches:
-    """Costs of a training step of `model` by batch size: the maximum over all processes that train it together.
+    """Costs of a training step of `model` by batch size, each the maximum over the processes that train it together.
 
-    `options` are those of `Checkpointable`. Raises ValueError for the options named in `_EXCLUDED`.
+    `options` are arguments of `Checkpointable`. Raises ValueError for those named in `_EXCLUDED`.
     """
 
-    predicted: ClassVar[bool] = False  # whether the device is simulated, so that nothing is measured
+    predicted: ClassVar[bool] = False  # whether costs are predicted for a simulated device
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """Return a batch's costs, measured once. Raises UnsupportedModelError if samples do not grow with the batch."""
+        """Return a batch's costs, measured at the first call. Raises UnsupportedModelError if bytes do not grow."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
@@ -99,7 +99,7 @@ class MeasuredBatches:
 
     @property
     def mem_limit(self) -> int:
-        """Smallest limit of all processes, in bytes. Call `of` before."""
+        """Bytes of the lowest of all processes' limits. Call `of` first."""
         return -int(self.agreed(-limit_bytes(self.limit, self._any.device)))
 
     @property
@@ -121,7 +121,7 @@ class MeasuredBatches:
 
         with state_restored(network, optimizer), values_restored(trained):
             give_gradients()
-            optimizer.step()  # makes the state, which later steps find
+            optimizer.step()  # the first step also allocates the optimizer's state, so it is not timed
             with stopwatch(network.device) as watch:
                 return self.agreed(seconds_of(run, watch, before=give_gradients))
 
@@ -130,7 +130,7 @@ class MeasuredBatches:
         return self.predicted or self._any.device.type == "cuda"
 
     def agreed(self, number: float) -> float:
-        """Return the maximum of `number` over all processes, which call this together. Call `of` before."""
+        """Return the maximum of `number` over all processes, which must call this together. Call `of` first."""
         group = self._group
         found: float = number if group is None else max(gather_objects(number, group, self._any.device))
         return found
@@ -142,7 +142,7 @@ class MeasuredBatches:
         assert network.budget is not None
         if self.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
             return None
-        # With several processes on the CPU, the profiler misses frees by other threads: the least peak is closest.
+        # With several processes on the CPU, the profiler misses frees by other threads, so peaks come out too high.
         peaks = []
         for _ in range(_SEVERAL if network.device.type == "cpu" and several_processes() else 1):
             with self._stepping(batch) as step, step.taken(network) as peak:
@@ -150,11 +150,11 @@ class MeasuredBatches:
         return int(self.agreed(min(peaks)))
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
-        """Return by how many bytes a plan's reserved memory would exceed that of a simulated device; 0 if measured."""
+        """Return the bytes that a plan would reserve beyond a simulated device's memory; 0 if the device is real."""
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Return the least seconds of forward, loss and backward by batch. Batches take turns: load hits all alike."""
+        """Return each batch's least seconds of `_TURNS` steps, in turns so that load slows all alike. No optimizer."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():
@@ -192,7 +192,7 @@ class MeasuredBatches:
             if progress is not None:
                 progress(done, total, f"{name}, batch {batch}")
 
-        # Pass the limit, since the constructor refuses an invalid one before anything is measured.
+        # Pass the limit already here: the constructor refuses an invalid one before anything is measured.
         return Checkpointable(
             self._model,
             mem_limit=self.limit,
@@ -208,7 +208,7 @@ class MeasuredBatches:
 
 
 class PredictedBatches(MeasuredBatches):
-    """Costs predicted for simulated `devices`, with forward and loss under autocast with this dtype unless None."""
+    """Costs of a step predicted for simulated `devices`; `autocast`: dtype of autocast in forward and loss, or None."""
 
     predicted: ClassVar[bool] = True
 
@@ -226,7 +226,7 @@ class PredictedBatches(MeasuredBatches):
 
     @property
     def optimizer_seconds(self) -> float:
-        """Predicted seconds of `optimizer.step()`; zero without an optimizer. Call `of` before."""
+        """Predicted seconds of `optimizer.step()`; zero without an optimizer. Call `of` first."""
         optimizer, step = self._optimizer, self._step(self._any, next(iter(self.costs)))
         if optimizer is None:
             return 0.0
@@ -235,7 +235,7 @@ class PredictedBatches(MeasuredBatches):
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
             with stepping_as_on_cuda(optimizer):
-                optimizer.step()  # makes the state, which later steps find
+                optimizer.step()  # the first step also allocates the optimizer's state, so it is not timed
                 with stopwatch(self._any.device) as watch:
                     watch.start()
                     optimizer.step()
@@ -243,7 +243,7 @@ class PredictedBatches(MeasuredBatches):
                     return watch.stop()[0]
 
     def step_peak(self, batch: int) -> None:
-        """Return None: no step is taken, so the prediction decides whether the batch fits."""
+        """Return None: no step runs on a simulated device, so only predicted bytes decide whether the batch fits."""
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
         network = self.network(batch)

@@ -1,8 +1,8 @@
-"""Search for the largest batch within a limit, and that with the most samples a second, with few measurements.
+"""Search for the largest batch within a limit, or the batch with the most samples a second, by few measurements.
 
 Bytes and seconds of a stage are roughly a constant part (weights, kernel launches) plus a part per sample. But a step's
-peak is a maximum of sums over stages, and libraries change kernels with the batch, so a line is exact only between near
-batches: each cost is interpolated between the two nearest measured batches.
+peak is a maximum of sums over stages, and libraries change kernels with the batch, so a line predicts well only between
+near batches: each cost is interpolated between the two nearest measured batches.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
 from rotor_solver.offload import Link
 
-# Largest ratio of the next measured batch to the largest so far. A guess: with more, it might not fit the device.
+# Upper bound of the next batch to measure, as a multiple of the largest so far. A guess: more might not fit the device.
 _GROWTH = 4
-# Number of batches that lines choose before bisection does: lines mislead if bytes are not convex. A guess; costs time.
+# Number of batches chosen by lines, which mislead if bytes are not convex, before bisection. A guess; more cost time.
 _PATIENCE = 8
-_POINTS = 24  # Number of batches planned at equal ratios to find the best. A guess; with too few, it is missed.
-_CLOSER = 8  # number of batches planned between the neighbours of the best one so far
-_FINE = 0.01  # relative distance between neighbours at which the search for the best batch ends
+_POINTS = 24  # Number of batches, at equal ratios, that the search for the fastest plans first. A guess; few miss it.
+_CLOSER = 8  # Number of batches planned between the neighbours of the fastest one so far
+_FINE = 0.01  # The search ends when the fastest batch's neighbours differ by at most this share of it
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Costs of a step: `budget` has those of the planned chain, which may come after layers that are not planned."""
+    """Costs of a step: the planned chain's `budget`, and seconds of a forward through the layers before the chain."""
 
     budget: Budget
     before_chain_seconds: float = 0.0
@@ -98,10 +98,10 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
 
 
 def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None:
-    """Interpolate the costs of a step of `batch`; None if no two measured batches determine them.
+    """Interpolate the costs of a step of `batch`; None without two measured batches that have the same stages.
 
-    Beyond the measured batches, bytes follow the line through the nearest two, and seconds are proportional to the
-    batch: a line through noisy times may be far off. Uses only batches with the stages of the nearest one.
+    Outside the measured batches, bytes follow the line through the two nearest. Seconds there are proportional to the
+    batch, since a line through noisy times may be far off.
     """
     if batch in measured:
         return measured[batch]
@@ -118,17 +118,17 @@ def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None
         found: StepCosts = _on_line(measured[low], measured[high], batch, low, high)
         return found
     except ValueError:
-        # `Chain` refuses impossible sizes, which lines may reach outside of two measured batches, but not between them.
+        # `Chain` refuses impossible sizes; extrapolation may give some, interpolation between valid chains does not.
         if low <= batch <= high:
             raise
         return None
 
 
 def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
-    """Interpolate between costs `one` of the batch `low` and `other` of `high`, number by number. Round bytes up.
+    """Compute the costs of `batch`, field by field, from `one`, those of the batch `low`, and `other`, of `high`.
 
-    Outside `low` to `high`, seconds are proportional to the batch. Nonnegative numbers stay nonnegative. Of a stage's
-    options, only those of both batches remain.
+    Rounds bytes up, to at least 0 unless negative in `one` or `other`. Outside `low` to `high`, seconds are
+    proportional to the batch. A stage keeps only the options that both batches have.
     """
     if one is None or other is None or isinstance(one, str | bool | Link):  # a link does not depend on the batch
         return None if other is None else one
@@ -144,17 +144,17 @@ def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
     if isinstance(one, float):
         nearest = min(max(low, batch), high)
         return batch / nearest * (one + (other - one) * (nearest - low) / (high - low))
-    # Integers, unlike floats, predict bytes exactly that are a constant plus a part per sample.
+    # In integers, the result is exact for bytes that are a constant plus a multiple of the batch.
     found = one - (-(other - one) * (batch - low) // (high - low))
     return max(0, found) if one >= 0 and other >= 0 else found
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch that fits; `needs` are the bytes of its step, by measured stages.
+    """The largest batch that fits; `needs` is the bytes of its step, computed from its measured stages.
 
-    `beyond` is the next candidate, whose step needs at least `beyond_bytes` and does not fit; None if no candidate is
-    larger. Unless `beyond_measured`, these bytes are predicted by a line through smaller batches.
+    `beyond` is the next larger candidate, whose step needs at least `beyond_bytes` and does not fit; None if there is
+    none. Unless `beyond_measured`, a line through smaller batches predicts these bytes.
     """
 
     batch: int
@@ -169,9 +169,9 @@ def largest(
 ) -> Largest | None:
     """Find the largest of the increasing `candidates` whose step fits into `mem_limit` bytes; None if none does.
 
-    `needs` measures the bytes of a batch's step. `known` has those of at least two batches, and gets those measured
-    here. Bytes are convex in the batch, as a maximum of affine sums: the line through two batches is a lower bound
-    outside them and an upper bound between. Also measures where that is up to `slack` bytes over the limit.
+    `needs(batch)` measures the bytes of a step. `known` maps at least two batches to these bytes; this adds the batches
+    that it measures. A step's bytes are assumed to be convex in the batch, so the line through two batches is a lower
+    bound outside them and an upper bound between. A batch with a lower bound over `mem_limit + slack` is not measured.
     """
     for rounds in count():
         fitting = [batch for batch in known if batch in candidates and known[batch] <= mem_limit]
@@ -206,19 +206,19 @@ def largest(
 
 
 def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:
-    """Return the batch at which a line through the bytes of measured batches reaches the limit; `fits` fits."""
+    """Return the batch at which a line through measured batches reaches the limit; `fits` is the largest that fits."""
     below = sorted(batch for batch in known if above is None or batch < above)
     ahead = _meets(known, below[-2], below[-1], mem_limit) if len(below) > 1 else None
     if above is None:
         most = _GROWTH * max(known)
         return most if ahead is None else min(ahead, most)
     between = _meets(known, below[-1], above, mem_limit)
-    # The line from a batch that fits to one that does not is an upper bound between them: what it allows should fit.
+    # Between a batch that fits and one that does not, the line is an upper bound: where it meets the limit, all fits.
     return max(fits, between) if between is not None and between > fits else ahead or fits
 
 
 def _meets(known: dict[int, int], low: int, high: int, mem_limit: int) -> int | None:
-    """Return the last batch whose bytes, on the line from `low` to `high`, fit; None if the line does not rise."""
+    """Return the last batch where the line through `low` and `high` is within the limit; None if it does not rise."""
     rise = known[high] - known[low]
     return low + (mem_limit - known[low]) * (high - low) // rise if rise > 0 else None
 
@@ -237,7 +237,7 @@ def _bound(known: dict[int, int], batch: int) -> int:
 
 @dataclass(slots=True)
 class Curve:
-    """Step times of the fastest plans within `mem_limit` by batch size. Interpolates costs of unmeasured batches."""
+    """Seconds of a step by the fastest plan within `mem_limit`, by batch; costs of unmeasured ones are interpolated."""
 
     measured: dict[int, StepCosts]
     mem_limit: int
@@ -263,7 +263,7 @@ class Curve:
     def best(self, candidates: Sequence[int]) -> int:
         """Return the candidate with the least seconds per sample: try a few, then more and more around the best so far.
 
-        A larger batch amortizes fixed costs but recomputes more, so the best may lie between the batches tried first.
+        Larger batches share fixed costs among more samples, but recompute more: the best may be neither end.
         """
         looked = sorted({*_spread(candidates, _POINTS), *(batch for batch in self.measured if batch in candidates)})
         while True:
@@ -277,7 +277,7 @@ class Curve:
             looked = sorted({*looked, *more})
 
     def points(self, candidates: Sequence[int], most: int, included: Iterable[int]) -> tuple[BatchPoint, ...]:
-        """Return the curve up to the batch `most`: for `included` and measured candidates, and some at equal ratios."""
+        """Return points up to the batch `most`: at measured candidates, at `included`, and at some of equal ratios."""
         inside = [batch for batch in candidates if batch <= most]
         batches = {*_spread(inside, _POINTS), *included, *(batch for batch in self.measured if batch in inside)}
         found = (self._point(batch) for batch in sorted(batches))
@@ -294,7 +294,7 @@ class Curve:
 
 
 def _spread(candidates: Sequence[int], points: int) -> set[int]:
-    """Choose about `points` candidates at about equal ratios, from the first to the last."""
+    """Choose about `points` candidates from the first to the last, each larger than the last by about one factor."""
     ratio = candidates[-1] / candidates[0]
     found = set()
     for at in range(points + 1):

@@ -1,4 +1,4 @@
-"""Memory that a schedule of `torch.distributed.pipelining` needs on one rank.
+"""Microbatches in flight and communication buffers of one rank in a schedule of `torch.distributed.pipelining`.
 
 The module of a `PipelineStage` may be a `Checkpointable`. Each rank plans its own stages, without the other ranks.
 """
@@ -19,12 +19,12 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
     """Return, for the index of each of this rank's stages, the maximum number of microbatches in flight at once.
 
     A microbatch is in flight from its forward to the end of its backward. If the schedule splits the backward into one
-    for inputs and one for weights, the second ends the flight, unless the stage computes both in the first (see
-    `whole_backward`). Raises ValueError for a schedule that does not expose its actions.
+    for inputs and one for weights, that is the end of the second, or of the first if the stage computes all gradients
+    in it (see `whole_backward`). Raises ValueError for a schedule that does not expose its actions.
     """
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
     if isinstance(schedule, ScheduleGPipe | Schedule1F1B):
-        # Depending on torch's release, these schedules have no list of actions, or do not run by the list they show.
+        # In some releases of torch, these schedules have no list of actions; in others, they do not follow theirs.
         ((index, stage),) = stages.items()
         count = schedule._n_microbatches
         return {index: count if isinstance(schedule, ScheduleGPipe) else min(count, stage.num_stages - index)}
@@ -45,7 +45,7 @@ def stages_of(schedule: Any) -> list[PipelineStage]:
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
-    """Yield stage index and type of this rank's computations: F (forward), B (backward), or its parts, I and W."""
+    """Yield stage index and type of this rank's computations: F (forward), B (backward), I and W (its halves)."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
         message = f"schedule must have a list of its actions, pipeline_order, got {type(schedule).__name__}"
@@ -70,8 +70,8 @@ def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: A
     count: int = schedule._n_microbatches
     inputs = 0 if stage.is_first else bytes_like(tensors_in(received))
     outputs = 0 if stage.is_last else bytes_like(tensors_in(returned))
-    # A stage has receive buffers for all microbatches of a step. It holds sent tensors until the schedule waits for the
-    # sends: at once (1F1B), after all backwards (GPipe), or after all sends of the step.
+    # A stage has receive buffers for all microbatches of a step. A sent tensor stays in memory until the schedule waits
+    # for its send: right afterwards (1F1B), after all backwards (GPipe), or after all sends of the step (others).
     sent = (0 if index - 1 in own else inputs, 0 if index + 1 in own else outputs)
     if isinstance(schedule, Schedule1F1B):
         return count * (inputs + outputs) + sum(sent)
@@ -82,7 +82,7 @@ def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: A
 def whole_backward() -> Callable[[], None]:
     """Pass this as the `dw_builder` of `PipelineStage`, to compute weight gradients along with input gradients.
 
-    Without it, a zero-bubble schedule holds a microbatch's saved tensors and output gradients from its backward for
-    inputs to that for weights, though recomputed stages compute both in the first one anyway. Results are the same.
+    Without it, a zero-bubble schedule keeps a microbatch's saved tensors and output gradients until its backward for
+    weights, which a recomputed stage does not need: its backward for inputs computes all gradients. They are the same.
     """
     return lambda: None

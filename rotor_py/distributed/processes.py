@@ -17,15 +17,16 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 
-# With two dimensions of parallelism, a process is in two groups with different members. All processes that a chain of
-# groups connects must follow one plan: otherwise two of them could wait for each other in different collectives.
-_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # group of all connected processes, by the names of its groups
+# With two dimensions of parallelism, a process is in two groups with different members. Processes that share a group,
+# directly or through others, must follow one plan: otherwise two could wait for each other in different collectives.
+_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # results of `joined`, by the names of the different groups
 
 
 def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Return one group of all processes that are connected to this one through `groups`; None without groups.
+    """Return a group of all processes that share `groups` with this one, directly or through others; None without any.
 
-    Groups with different members must be dimensions of one device mesh. All processes make the first call together.
+    Groups with different members must be dimensions of one device mesh. As the first call may create the group, all its
+    processes must make that call together.
     """
     different = list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.items())
     if len(different) <= 1:
@@ -56,8 +57,8 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
 def gathered_bytes(model: nn.Module) -> int:
     """Return an upper bound of the bytes of gathered parameters, their gradients and FSDP's buffers during a step.
 
-    The speed of communication decides which groups are gathered at the same time. FSDP receives parameters and sends
-    gradients in flat buffers, which exist in addition to the gathered tensors.
+    No exact number, since the speed of communication decides which groups are gathered at the same time. FSDP receives
+    parameters and sends gradients in flat buffers, which exist in addition to the gathered tensors.
     """
     groups = groups_of(model)
     # Bytes by group: of whole parameters, of gradients in the gathered dtype, and of gradients in the reduce dtype.
@@ -74,7 +75,7 @@ def gathered_bytes(model: nn.Module) -> int:
         outer = [other for other in groups if other.contains(group)]
         # FSDP leaves the outermost group gathered until the end of the step.
         first = outer[0] if outer else group
-        inner = [each for each in (*outer, group) if each is not first]  # all gathered at once
+        inner = [each for each in (*outer, group) if each is not first]  # gathered while `group` computes
         sent[first] = max(sent.get(first, 0), sum(reduced[each] for each in (*outer, group)))
         made.append(sum(gradients[each] for each in inner))
         if group.keeps_gradients:
@@ -95,7 +96,7 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the `DistributedDataParallel` whose forward is running, or else `model` if it is one; otherwise None."""
+    """Return the `DistributedDataParallel` whose forward is running; else `model`, if it is one itself; else None."""
     # torch has no public name for this. TorchDynamo reads the same attribute, so it is likely to stay.
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     found = active if active is not None else model
@@ -103,7 +104,7 @@ def around(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def communication_bytes(model: nn.Module) -> int:
-    """Return the bytes of DistributedDataParallel's buckets in this process, or else those of `gathered_bytes`."""
+    """Return the bytes of DistributedDataParallel's buckets in this process, or `gathered_bytes` if it is not used."""
     ddp = around(model)
     if ddp is not None:
         # DistributedDataParallel's buckets are as large as all gradients together, each in its parameter's dtype.
@@ -112,7 +113,7 @@ def communication_bytes(model: nn.Module) -> int:
 
 
 def processes(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group of processes that wrap `model` in one DistributedDataParallel or shard its parameters, or None.
+    """Return the group of processes that train `model` together by DistributedDataParallel or FSDP, or None.
 
     All these processes must make the first call together, since it may create their group.
     """
@@ -139,7 +140,7 @@ def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether `found` is true in any process of `group`. Collective; `device` is where this process trains."""
+    """Whether `found` is true in any process of `group`. All of them must call this, each with its own `device`."""
     if group is None or alone_in_a_prediction():
         return found
     flag = torch.tensor(float(found), device=device)
@@ -148,14 +149,14 @@ def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device)
 
 
 def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """Return each number's maximum over `group`. Collective. All raise ValueError if their lists differ in length."""
+    """Return, by position in `numbers`, the maximum over `group`. Collective. Raises ValueError if lengths differ."""
     if group is None or alone_in_a_prediction():
         return list(numbers)
     every: list[list[int]] = gather_objects(list(numbers), group, device)
     least, most = min(map(len, every)), max(map(len, every))
     if most != least:
         raise InvalidValueError(
-            f"one process has {least}, and another has {most}", kind="processes_differ", least=least, most=most
+            f"one process gave {least} numbers, and another {most}", kind="processes_differ", least=least, most=most
         )
     return [max(each) for each in zip(*every, strict=True)]
 
@@ -176,5 +177,5 @@ def sending_from(device: torch.device) -> AbstractContextManager[object]:
 
 
 def alone_in_a_prediction() -> bool:
-    """Whether devices are simulated (`estimate`). Then there is one process, and all others count as equal to it."""
+    """Whether devices are simulated (`estimate`). Then one process runs, whose values stand for those of all others."""
     return prediction() is not None

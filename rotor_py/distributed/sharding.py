@@ -104,7 +104,7 @@ class ShardGroup:
 
     @property
     def unsupported(self) -> str | None:
-        """Why `ShardedParameter` cannot describe a parameter, as the end of "a parameter …"; None if it can."""
+        """Reason why `ShardedParameter` cannot describe a parameter, to follow "a parameter"; None without any."""
         for part in self._parts:
             for each in part.fsdp_params:
                 if hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather"):
@@ -114,7 +114,7 @@ class ShardGroup:
     def enter(self, module: int, tensors: Tensors) -> Tensors:
         """Run FSDP's pre-forward hook, which gathers. Return inputs whose backward makes FSDP send the gradients."""
         found = self.modules[module]
-        # FSDP moves inputs to its device and reads the first tensor, which fails without any: pass an empty keyword.
+        # The hook copies the arguments to FSDP's device, which fails if there are none: then pass a keyword.
         keywords = {} if tensors else {"nothing": None}
         hooks = found._forward_pre_hooks
         entered: Any = hooks[_key(hooks, self._before)](found, tensors, keywords)
@@ -129,14 +129,14 @@ class ShardGroup:
 
     def gather(self) -> None:
         if not self.is_whole:
-            # If FSDP has prefetched the parameters, the backward for which it did so comes next, and frees them.
+            # Parameters that FSDP has prefetched are for the backward that comes next: FSDP frees them after it.
             coming = any(part._all_gather_result is not None for part in self._parts)
             self._gathered_here = self.reshards and not coming
-            # Call it on any one module: `unshard` and `reshard` apply to the whole group.
+            # `unshard` and `reshard` of any one module apply to the whole group.
             self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule
 
     def let_go(self) -> None:
-        # After the group's own backward has begun, FSDP needs the parameters, and frees them itself.
+        # Once the group's own backward has begun, FSDP reads the parameters, and frees them afterwards.
         backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
         if self._gathered_here and not backward:
             self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
@@ -183,7 +183,7 @@ Sharding = Mapping[int, ShardedParameter]  # sharded parameters of a model, by t
 
 
 def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
-    """Return the parameters sharded by `fully_shard`, with the gathered dtype of its policy if `mixed_precision`."""
+    """Return the parameters sharded by `fully_shard`. Unless `mixed_precision`, ignore the dtypes of its policies."""
     found = [each for group in groups_of(model) for each in group.parameters]
     if not mixed_precision:
         found = [replace(each, dtype=each.sharded.dtype) for each in found]
@@ -203,7 +203,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Put shards in the place of gathered parameters inside the context, so that the model looks as between steps."""
+    """Inside the context, the model's parameters are the shards, as between steps, even if FSDP has gathered some."""
     slots = [
         (module._parameters, name, module._parameters[name], each.sharded)
         for group in groups_of(model)
@@ -256,7 +256,7 @@ def as_left(model: nn.Module, output: Any) -> Any:
 
 @contextmanager
 def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
-    """Inside the context, a stage's modules have gathered parameters, and its FSDP modules no hooks. Collective."""
+    """Give a stage's modules gathered parameters inside the context, and remove its FSDP modules' hooks. Collective."""
     if not sharding or not isinstance(function, nn.Module):
         yield
         return
@@ -284,7 +284,7 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
 
 @contextmanager
 def gathered_again(function: Any) -> Iterator[None]:
-    """Gather a stage's parameters for its recomputation, for which FSDP does not gather, and free them afterwards."""
+    """Inside the context, a stage's parameters are gathered for its recomputation, for which FSDP does not gather."""
     with gathered_to_read() as need:
         need(groups_of(function) if isinstance(function, nn.Module) else ())
         yield
@@ -294,7 +294,8 @@ def gathered_again(function: Any) -> Iterator[None]:
 def gathered_to_read() -> Iterator[Callable[[Collection[ShardGroup]], None]]:
     """Gather sharded parameters that a recomputation in a backward reads, since FSDP may have gathered another group.
 
-    Yields a function that gathers given groups and frees those of earlier calls. All processes call it in one order.
+    Yields a function that gathers the given groups, and frees other groups that it gathered before. All processes must
+    call it with the same groups in the same order.
     """
     here: list[ShardGroup] = []
 

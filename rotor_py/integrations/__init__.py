@@ -1,4 +1,4 @@
-"""Plan models in place: a callback or hook for each trainer that makes the model or hands it to others.
+"""Callbacks and hooks by which a trainer's model follows a plan, without a change to the model object or the loop.
 
-Import the module for your trainer, which needs it: `transformers_callback`, `lightning_callback`, `accelerate_hook`.
+Import the module for your trainer: `transformers_callback`, `lightning_callback` or `accelerate_hook`.
 """

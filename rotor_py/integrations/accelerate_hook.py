@@ -27,12 +27,12 @@ class limit_memory:  # noqa: N801  (users call it like a function)
     """Train the next model given to `accelerator.prepare` by a plan, until `end()` or `accelerator.end_training()`.
 
     Plans the first model with trainable parameters, in place. The limit is for one model: a second one trains without a
-    plan, and a warning is logged. The limit applies to each process. A `Checkpointable` keeps its own limit.
+    plan, and a warning is logged. Every process has this limit. A model that is a `Checkpointable` keeps its own limit.
 
     Args:
         accelerator: an Accelerator that has not prepared the model yet.
         mem_limit: limit of a whole step's peak, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, unless it has one.
+        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, if that has no loss.
 
     Raises ValueError and TypeError as `Checkpointable` does.
     """

@@ -1,7 +1,7 @@
 """Plan a program's model in place at its first training step; the program needs no changes.
 
-The model is the module with trainable parameters that the program calls in training mode with gradients enabled. Its
-first call measures it, under the call's autocast, and follows the plan: the plain step is not taken.
+The model is the module with trainable parameters that the program calls in training mode with gradients enabled. At its
+first call it is measured, under the call's autocast, and planned; that call follows the plan already.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autoca
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """What a program's first training step has shown by the moment before `optimizer.step()`."""
+    """Facts about a program's first training step, collected until right before its `optimizer.step()`."""
 
     network: Checkpointable  # the model, measured and, if a plan fits, planned
     sample: ForwardArguments  # arguments with which the program called the model
     autocast: tuple[Autocast, ...]  # autocast state of each device type around that call
-    optimizer: torch.optim.Optimizer | None  # None if none of torch's that trains the model is known
+    optimizer: torch.optim.Optimizer | None  # optimizer that trains the model; None if unknown
     own_loss: bool  # whether the model returned a loss: a tensor without dimensions that requires a gradient
-    others: tuple[nn.Module, ...]  # models with fewer trained elements that optimizers train as well
+    others: tuple[nn.Module, ...]  # other called models that an optimizer trains; they have no plan
 
 
 class NoTrainingStepError(UnsupportedModelError):
@@ -49,16 +49,17 @@ class FirstTrainingStep:
 
     `found` may raise an error to end the program. Otherwise the model follows its plan until `take_away()`. If no plan
     fits, `found` is called before the model runs, and InfeasibleError is raised in the program unless `found` raises.
-    If that is certain before measuring, InfeasibleError is raised without a call of `found`.
+    If it is certain before measuring that no plan fits, InfeasibleError is raised without a call of `found`.
 
     Args:
         found: called once, with a `FirstStep`.
         mem_limit: limit of a whole step's peak, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`. `fresh_grads` is True until a forward finds gradients.
+        settings: other arguments of `Checkpointable`. `fresh_grads` defaults to True, and becomes False if parameters
+            have gradients when a forward begins.
         limited: whether to refuse, before measuring, a step that cannot fit the limit.
         closely: whether to measure times more exactly, for a search of the least limit with a given overhead.
 
-        Plans the model with the most trained elements. Raises UnsupportedModelError in the program if it has a plan.
+        Plans the model with the most trained elements. Raises UnsupportedModelError if it has a plan already.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class FirstTrainingStep:
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)
         self._limited, self._closely = limited, closely
         self._planned: FollowedModel | None = None
-        self._plain: dict[nn.Module, int] = {}  # trained elements of called models that have no plan
+        self._plain: dict[nn.Module, int] = {}  # number of trained elements of each called model without a plan
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []  # optimizers of other models that have stepped
         self._over = False
@@ -86,7 +87,7 @@ class FirstTrainingStep:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run the program in this context. Raises NoTrainingStepError if it ends without error or training step."""
+        """Run the program in this context. Raises NoTrainingStepError if it ends, without error, before a step."""
         # Optimizer hooks run in the order of registration. That of `undeclared_memory.py`, registered when `__init__`
         # made a `Checkpointable`, runs first, so the plan passed to `found` counts the optimizer's state.
         hook = register_optimizer_step_pre_hook(self._about_to_step)
@@ -103,7 +104,7 @@ class FirstTrainingStep:
             hook.remove()
             self._ended = None  # its traceback would keep the program's objects alive
         if self._cannot_fit is not None:
-            raise self._cannot_fit  # the program has caught it, so that it did not reach the caller of `watched`
+            raise self._cannot_fit  # the program has caught this error, but the caller of `watched` needs it
         if self._over:
             return
         if self._planned is not None and self._planned.went_back:
@@ -130,7 +131,7 @@ class FirstTrainingStep:
             return run()
         planned = self._planned
         if planned is not None and planned.went_back and not is_trained(planned.model):
-            self._show()  # no optimizer of torch trains the model, so this call ends its first step
+            self._show()  # no torch optimizer trains the model, so its step ends unseen: show it at the next call
             return run()
         if planned is None or module is not planned.model:
             size = sum(each.numel() for each in module.parameters() if each.requires_grad)
@@ -154,7 +155,7 @@ class FirstTrainingStep:
         return output
 
     def _plan(self, module: nn.Module, sample: ForwardArguments, size: int) -> FollowedModel | None:
-        """Plan `module` in place of the model planned so far, if any. Return None if `module` cannot be planned."""
+        """Plan `module`, and end the plan of another model, if any. Return None if `module` cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
             name = type(module).__name__
             message = f"{name}, or a part of it, is planned already; print(model.report()) after a step shows its plan"
@@ -188,19 +189,19 @@ class FirstTrainingStep:
         if self._ended is not None:
             raise self._ended
         planned = self._planned
-        # If it steps inside a backward, which has more gradients to come, the model's next call ends the step.
+        # An optimizer that steps inside a backward does not end the training step: other gradients are still to come.
         if self._over or planned is None or torch_compat.current_graph_task_id() != -1:
             return
         if planned.went_back and trains(optimizer, planned.model):
             self._show(optimizer)
             return
         trained = [each for each in self._plain if trains(optimizer, each)]
-        if not trained:  # no called model is trained by it, as by the copies on which optimizer memory is measured
+        if not trained:  # an optimizer of no called model, such as a copy on which optimizer memory is measured
             return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
-        # Another model's optimizer steps again before the planned model got a gradient: that is not trained.
+        # Another model's optimizer steps for the second time, and the planned model has no gradient: do not plan it.
         planned.forward.take_away()
         self._plain = {planned.model: planned.size}
         self._planned = None
@@ -222,11 +223,11 @@ class FirstTrainingStep:
 
 
 class _ForwardInFlight:
-    """Stands for a forward without backward yet; only gradient hooks in its graph refer to it, so both die at once."""
+    """A forward whose backward has not begun. Only gradient hooks in its graph refer to it: it is freed with them."""
 
 
 class FollowedModel:
-    """The model of `network`, planned in place: it has `size` trained elements; `optimizer` trains it, if known."""
+    """The model of `network`, planned in place. `size`: number of trained elements; `optimizer`: None if unknown."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class FollowedModel:
         if self._most_in_flight <= network.forwards_in_flight:
             return
         assert network.inspection_values is not None
-        loss = network.inspection_values.loss  # scratch that watching the step has found, and measuring would not
+        loss = network.inspection_values.loss  # its scratch memory, found in the step; a new measurement would lose it
         network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
         network.forwards_in_flight = self._most_in_flight
         with restored_autocast(self.autocast, cache=True):
@@ -315,12 +316,12 @@ Handler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[], Any
 
 @contextmanager
 def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
-    """Within the context, call `handler` instead of modules, except in their own calls. Yields a function to end this.
+    """Within the context, call `handler` in place of modules, except inside their calls. Yields a function to stop.
 
-    Only in the thread and process that entered the context, and not during a backward, where calls are recomputations.
+    Affects only the thread that enters the context, and no calls during a backward, which are recomputations.
     """
-    # Replaces `Module.__call__`: torch's global forward hooks get no keyword arguments. TorchDynamo works only with the
-    # `__call__` that it found when it was imported.
+    # Replaces `Module.__call__`, as torch's global forward hooks get no keyword arguments. TorchDynamo works only with
+    # the `__call__` that it found when it was imported.
     kind: Any = nn.Module
     called, here = kind.__call__, (os.getpid(), threading.get_ident())
     inside, watching = False, True

@@ -24,7 +24,7 @@ _FORWARD = "forward"
 
 
 class InPlaceForward:
-    """Replaces the forward of `planned.model`, until `take_away`: follows the plan where `Checkpointable` would.
+    """Forward that `put` gives to `planned.model`, until `take_away`; it calls the `Checkpointable` `planned`.
 
     An object, not a closure, so that `copy.deepcopy(model)`, as for averaged weights, copies the plan, too.
     """
@@ -41,7 +41,7 @@ class InPlaceForward:
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.planned.model
-        if args and args[0] is model:  # removing its autocast, Accelerate binds this object to the model as a method
+        if args and args[0] is model:  # Accelerate, when it removes its autocast, makes this object the model's method
             args = args[1:]
         with self._own_forward(model):
             if not self._planned_now:
@@ -65,7 +65,7 @@ class InPlaceForward:
 
     @contextmanager
     def _own_forward(self, model: nn.Module) -> Iterator[None]:
-        """Within the context, restore the model's own forward, which is measured, and captured for the stages."""
+        """Within the context, the model has its own forward, which measuring and capturing stages have to call."""
         outermost = model.__dict__.get(_FORWARD)
         _set_forward(model, self._replaced)
         try:
@@ -75,7 +75,7 @@ class InPlaceForward:
 
 
 class InPlace:
-    """The models that a callback or hook has planned in place, until it restores them with `take_away`.
+    """Models that a callback or hook plans in place; `take_away` restores their own forwards.
 
     `settings` are other arguments of `Checkpointable`. Raises ValueError or TypeError for invalid ones.
     """

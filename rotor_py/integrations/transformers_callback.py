@@ -24,7 +24,7 @@ class MemoryLimit(TrainerCallback):
 
     Args:
         mem_limit: limit of a whole step's peak, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, if the model has none.
+        settings: other arguments of `Checkpointable`: mainly `loss`, a function of the output, if that has no loss.
 
     After an error in `train()`, which then calls no callback, call `end()` to restore the model's own forward.
 

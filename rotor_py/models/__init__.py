@@ -1,6 +1,6 @@
 """Image networks as chains: each is an `nn.Sequential`, whose layers a plan stores or recomputes one by one.
 
-Constructors, layer names and state dicts are torchvision's, so its files of weights load unchanged:
+Constructors, layer names and state dicts are torchvision's, so torchvision's weight files load unchanged:
 
     model = Checkpointable(resnet50(num_classes=10), mem_limit="4GB")
 

@@ -1,8 +1,8 @@
 """DenseNet (Huang et al., "Densely connected convolutional networks", arXiv 1608.06993) as a chain of dense layers.
 
-Images are 3 x 224 x 224; any size from 29 x 29 on works. A dense layer reads all earlier maps of its block. In this
-chain, a layer takes the concatenation of these maps and returns it with its own maps appended. Outputs and gradients
-equal torchvision's, and every layer is a stage. Weights of torchvision's models of the same name load unchanged.
+Images are 3 x 224 x 224; any size from 29 x 29 on works. A dense layer reads all earlier feature maps of its block. In
+this chain, it takes their concatenation, and returns that with its own maps appended, so every layer can be a stage.
+Outputs and gradients equal torchvision's. Weights of torchvision's models of the same name load unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rotor_py.models.named_chain import NamedChain
 
 
 class DenseLayer(nn.Module):
-    """Returns `cat(x, new(x))`: `new` makes `growth_rate` channels by way of `bn_size * growth_rate` channels."""
+    """Returns `cat(x, new(x))`; `new` has two convolutions, of `bn_size * growth_rate` and `growth_rate` channels."""
 
     def __init__(self, num_input_features: int, growth_rate: int, bn_size: int, drop_rate: float) -> None:
         super().__init__()

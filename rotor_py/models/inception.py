@@ -29,7 +29,7 @@ def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int
 
 
 class InceptionA(nn.Module):
-    """Branches with one 5 x 5 and with two 3 x 3 convolutions."""
+    """Four branches: a 1 x 1 convolution, a 5 x 5 convolution, two 3 x 3 convolutions, and an average pooling."""
 
     def __init__(self, inplanes: int, pool_features: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class InceptionB(nn.Module):
 
 
 class InceptionC(nn.Module):
-    """Branches of 7 x 7 convolutions, factored into 1 x 7 and 7 x 1."""
+    """Four branches: a 1 x 1 convolution, one and two 7 x 7 convolutions as 1 x 7 and 7 x 1, and an average pooling."""
 
     def __init__(self, inplanes: int, width: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class InceptionD(nn.Module):
 
 
 class InceptionE(nn.Module):
-    """Branches that end in 1 x 3 and 3 x 1 convolutions side by side."""
+    """Four branches; the two with 3 x 3 convolutions end in a 1 x 3 and a 3 x 1 convolution side by side."""
 
     def __init__(self, inplanes: int) -> None:
         super().__init__()

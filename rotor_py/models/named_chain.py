@@ -11,7 +11,7 @@ from rotor_py.errors import InvalidValueError
 
 
 class NamedChain(nn.Sequential):
-    """`nn.Sequential` for subclasses with a constructor of their own: a slice is a plain `nn.Sequential`."""
+    """`nn.Sequential` whose slices are plain `nn.Sequential`s, as subclasses have constructors with other arguments."""
 
     def __getitem__(self, idx: slice | int) -> nn.Sequential | nn.Module:
         # `nn.Sequential` would pass the layers to the constructor of the subclass.
@@ -27,7 +27,7 @@ class NamedChain(nn.Sequential):
 
 
 def check_length(name: str, given: Sequence[object], length: int, meaning: str) -> None:
-    """Raise ValueError unless the argument `name` has `length` elements, whose `meaning` the message has."""
+    """Raise ValueError unless the argument `name` has `length` elements; `meaning` describes them in the message."""
     if len(given) != length:
         message = f"{name} has {len(given)} elements; give {length}, {meaning}"
         raise InvalidValueError(message, kind="wrong_length", name=name, got=len(given))

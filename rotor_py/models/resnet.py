@@ -77,7 +77,7 @@ class BasicBlock(ResidualBlock):
 
 
 class Bottleneck(ResidualBlock):
-    """A block of a 3 x 3 convolution between two 1 x 1 convolutions, which narrow and widen."""
+    """A block of three convolutions: 1 x 1 to fewer channels, 3 x 3, and 1 x 1 to more channels."""
 
     expansion, last_norm = 4, "bn3"
 
@@ -117,11 +117,11 @@ class ResNet(NamedChain):
 
     `groups` and `width_per_group` are for ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
     for each of the last three groups whether it dilates its convolutions instead of halving its input. `norm_layer` is
-    called with a number of channels and returns their normalisation. With `zero_init_residual`, every block begins as
-    the identity.
+    called with a number of channels and returns their normalisation. With `zero_init_residual`, the branch of every
+    block is zero at first, so that the block returns its shortcut.
 
-    Raises ValueError unless `layers` has four elements and `replace_stride_with_dilation` three, and for groups,
-    another width or a dilation with basic blocks.
+    Raises ValueError unless `layers` has four elements and `replace_stride_with_dilation` three, and if basic blocks
+    get groups, another width or a dilation.
     """
 
     def __init__(
@@ -163,7 +163,6 @@ class ResNet(NamedChain):
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, num_classes)
         self.initialise_convolutions()
-        # A branch whose last normalisation has zeros as weights adds nothing to the shortcut.
         for module in self.modules() if zero_init_residual else ():
             if isinstance(module, ResidualBlock):
                 scale = getattr(module, module.last_norm).weight

@@ -46,7 +46,7 @@ class VGG(NamedChain):
 
 
 def _vgg(counts: Sequence[int], options: dict[str, Any], *, batch_norm: bool = False) -> VGG:
-    """Return five groups of `counts[i]` 3 x 3 convolutions each, with a pooling by two after each group."""
+    """Return a VGG of five groups: group i has `counts[i]` 3 x 3 convolutions, and a pooling by two at its end."""
     layers: list[nn.Module] = []
     channels = 3
     for width, count in zip((64, 128, 256, 512, 512), counts, strict=True):
