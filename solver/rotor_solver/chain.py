@@ -15,14 +15,15 @@ _LONGEST_TIME = 1e100  # Seconds. `Chain` refuses longer times, so that no sum o
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Costs of one storage mode of a stage (which tensors its autograd graph keeps): of its forward and its backward.
+    """Costs of a stage's forward and backward in one storage mode, which says what tensors its autograd graph keeps.
 
-    Times are seconds, sizes bytes. The graph keeps `saved` bytes from forward to backward, the stage's output included,
-    its input not. `forward_temp` and `backward_temp` are scratch memory beyond these, the input, and the gradients of
-    output and input. `replay_temp` replaces `backward_temp` (its default) if the forward was a recomputation.
+    Times are seconds, sizes bytes. The graph keeps `saved` bytes from forward to backward: the stage's output is part
+    of them, its input is not. `forward_temp` and `backward_temp` are scratch memory beyond the kept bytes, the input,
+    and the gradients of output and input. After a recomputed forward, the backward's scratch memory is `replay_temp`
+    (default: `backward_temp`).
 
-    The graph also keeps `moved` bytes, not part of `saved`. They are in memory when the forward ends and when the
-    backward begins, and in between unless the plan offloads them to host memory (`rotor_solver.offload`).
+    The graph also keeps `moved` bytes, which are not part of `saved`. A plan may offload these bytes to host memory
+    after the forward, and fetch them before the backward (`rotor_solver.offload`).
     """
 
     forward_time: float
@@ -36,28 +37,28 @@ class Option:
 
     @property
     def kept(self) -> int:
-        """Bytes that the graph keeps when the forward ends and when the backward begins, `moved` included."""
+        """Bytes that the graph keeps when the forward ends and when the backward begins: `saved` plus `moved`."""
         return self.saved + self.moved
 
     @property
     def backward_temp_of_replay(self) -> int:
-        """Scratch bytes of a backward whose forward ran after the loss, as a recomputation."""
+        """Scratch bytes of a backward whose forward was a recomputation, after the loss."""
         return self.backward_temp if self.replay_temp is None else self.replay_temp
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Costs of one stage: `activation` is the bytes of its output; each of `options` is for one storage mode.
+    """Costs of one stage: `activation` is the bytes of its output; `options` has the costs of each storage mode.
 
-    `nograd_time` and `nograd_temp` are costs of a forward without a graph; they default to those of the first option's
-    forward. `gradient` is the bytes that the stage's backward adds until the end of the step: its parameters'
-    gradients. It is negative if the backward frees memory that the backward of a later stage added.
+    `nograd_time` and `nograd_temp` are seconds and scratch bytes of a forward without a graph; they default to those of
+    the first option's forward. `gradient` is the bytes that the stage's backward adds until the end of the step: its
+    parameters' gradients. It is negative if the backward frees memory that a later stage's backward added.
 
-    The stage's backward reads neither `input_released` bytes of its input nor `output_released` bytes of its output.
-    After a forward with a graph, they are freed unless another stage needs them.
+    Of the stage's input, its backward does not read `input_released` bytes, and of its output, `output_released` bytes.
+    They are freed after a forward with a graph, unless another stage needs them.
 
-    `skipped_output_time` is the seconds of a forward that only the output's values take. If the stage's own backward
-    follows at once, nothing reads the output, and the forward skips it. They must not exceed any forward's seconds.
+    A forward computes no output if the stage's own backward follows at once, as nothing would read the output. That
+    saves `skipped_output_time` seconds, which must not exceed the seconds of any of the stage's forwards.
     """
 
     activation: int
@@ -82,7 +83,7 @@ class Stage:
 
     @property
     def fastest_option(self) -> int:
-        """Index of the option with the least forward plus backward time; ties go to the one that keeps fewest bytes."""
+        """Index of the option with the least forward plus backward time, and of those, the one that keeps least."""
         options = self.options
         return min(
             range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].kept)
@@ -90,7 +91,7 @@ class Stage:
 
 
 def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
-    """Return the stage with sizes as ints and times as floats. Raises ValueError, naming `where`, for invalid costs."""
+    """Return the stage with sizes as ints and times as floats. Raises ValueError about `where` for invalid costs."""
     given = listed(stage.options, f"options of {where}")
     if not given:
         raise InvalidValueError(f"{where} must have at least one option", kind="no_options", name=where)
@@ -127,7 +128,7 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
         backward_time=checked_seconds(option.backward_time, f"backward_time of {where}"),
         saved=checked_size(option.saved, f"saved of {where}"),
         forward_temp=checked_size(option.forward_temp, f"forward_temp of {where}"),
-        # `backward_temp` is negative if the output's gradient and all saved tensors are never in memory at once.
+        # `backward_temp` is negative if saved tensors are freed before the gradient of the input is allocated.
         backward_temp=checked_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
         moved=checked_size(option.moved, f"moved of {where}"),
         replay_temp=None if replay is None else checked_size(replay, f"replay_temp of {where}", least=-incoming),
@@ -164,7 +165,7 @@ class Chain:
     tells whether the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes (integral
     floats and NumPy scalars are converted).
 
-    Raises ValueError, naming the field and the stage, for an impossible size or time, for a stage without options, and
+    Raises ValueError, naming the field and the stage, for an invalid size or time, for a stage without options, and
     for a negative `gradient` that frees more than the backwards of later stages added.
     """
 
@@ -188,7 +189,7 @@ class Chain:
             check_type(stage, Stage, f"stage {index}", "pass Stage(activation, (Option(…), …))")
             incoming = stages[-1].activation if stages else self.input_bytes
             stages.append(checked_stage(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
-        left = 0  # Bytes that the backwards of this stage and later ones add
+        left = 0  # Bytes that the backwards of stages `index` … L-1 add
         for index in range(len(stages) - 1, -1, -1):
             left += stages[index].gradient
             if left < 0:
@@ -218,10 +219,10 @@ class Chain:
     ) -> Chain:
         """Build a chain of L stages with one option each, from lists of seconds and bytes.
 
-        `backward_time`, `activation` and `backward_temp` have L+1 entries: activation[i] is the size of stage i's
-        input, and the last entries of the other two are the loss's. All other lists have L entries; saved[i] is the
-        bytes that stage i keeps for its backward, its output included. Raises ValueError if a list has another length,
-        or for values that `Chain` refuses.
+        Three lists have L+1 entries: activation[i] is the bytes of stage i's input, activation[L] those of the chain's
+        output, and the last entries of `backward_time` and `backward_temp` are the loss's. All other lists have L
+        entries; saved[i] is the bytes that stage i keeps for its backward, its output included. Raises ValueError if a
+        list has another length, or for values that `Chain` refuses.
         """
         forward = listed(forward_time, "forward_time")
         length = len(forward)
@@ -316,24 +317,24 @@ class Chain:
 
     @property
     def gradient(self) -> tuple[int, ...]:
-        """Bytes that every stage's backward adds until the end of the step."""
+        """Bytes that every stage's backward adds until the end of the step: its parameters' gradients."""
         return tuple(stage.gradient for stage in self.stages)
 
     @property
     def skipped_output_time(self) -> tuple[float, ...]:
-        """Seconds that every stage's forward saves if its own backward follows at once, so that no output is needed."""
+        """Seconds that every stage's forward saves by not computing its output, right before the stage's backward."""
         return tuple(stage.skipped_output_time for stage in self.stages)
 
     @property
     def released(self) -> tuple[tuple[int, int], ...]:
         """Bytes of every stage's input a_i that are freed after its forward with a graph, in two cases.
 
-        The first number is for an a_i that is stored by itself. The second is for an a_i that the previous stage saved
-        as a part of its ā_i: then only bytes that neither stage's backward needs are freed.
+        The first number is for an a_i that is stored by itself. The second is for an a_i that is part of the ā_i saved
+        by the previous stage: then only bytes that the backward of neither stage reads are freed.
         """
         found = [(0, 0)] if self.stages else []  # a_0 belongs to the caller, who may keep it
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
-            # It is unknown which bytes each of the two backwards does not need: assume the least possible overlap.
+            # Only the numbers of unread bytes are known: assume the least possible overlap of the two stages' bytes.
             inside = max(0, stage.input_released + before.output_released - before.activation)
             found.append((stage.input_released, inside))
         return tuple(found)

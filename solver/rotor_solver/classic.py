@@ -1,7 +1,7 @@
 """Strategies of the literature, for comparison: Revolve, Revolve for unequal stages, and periodic checkpoints.
 
-Plain Python and NumPy: 300 stages take a second. Each stage runs by its fastest option. An interval [i, stop) has the
-stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
+In plain Python and NumPy, which plans 300 stages in a second. A stage with a graph runs by its fastest option. The
+interval [i, stop) has the stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rotor_solver.segments import even_segments, fastest_forwards, recompute_seg
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
-_NOTHING = -(2**60)  # Bytes that an empty interval needs: less than any other need, even after adding a size
-# Upper bound of a table's 8-byte numbers (1 GiB), else slots get coarser. Not measured; too low slows schedules.
+_NOTHING = -(2**60)  # Bytes that an empty interval needs: less than any other need, even if a size is added to it
+# Upper bound of a table's 8-byte entries (1 GiB); larger slots keep within it. Not measured; too low slows schedules.
 _LARGEST_TABLE = 2**27
 
 
 @dataclass(frozen=True, slots=True)
 class Revolve:
-    """Binomial checkpointing with `snapshots` stored inputs at a time; None takes the fastest number that fits.
+    """Binomial checkpointing with up to `snapshots` stored inputs; None takes the number that is fastest and fits.
 
     Griewank & Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software 26 (2000): fewest forwards
     for identical stages. A snapshot is a stage's stored input; a_0 is one of them. The last forward of every stage has
-    a graph, and is immediately before its backward or the loss; if no snapshot is free, its input is in memory in
-    addition. Raises ValueError if `snapshots` < 1.
+    a graph, and runs immediately before its backward or the loss. If all snapshots are taken then, the input of this
+    forward is in memory in addition to them. Raises ValueError if `snapshots` < 1.
     """
 
     snapshots: int | None = None
@@ -46,7 +46,7 @@ class Revolve:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the fastest schedule within `mem_limit` bytes, input included. Raises InfeasibleError if none fits.
 
-        Without `snapshots`, tries all numbers of them: if stages differ, fewer may need more memory.
+        Without `snapshots`, tries all numbers of them, since fewer may need more memory if stages differ.
         """
         check_chain(chain)
         most = max(1, len(chain) - 1)  # with so many snapshots, every stage's input is stored
@@ -81,7 +81,7 @@ def _advance(steps: int, snapshots: int) -> int:
 
 
 def _revolve(length: int, snapshots: int) -> dict[tuple[int, int], int]:
-    """Return, by (i, l), the stage j whose input is the checkpoint that splits the interval [i, l]."""
+    """Return, by (i, l), the stage j at whose input a checkpoint splits the interval of stages i … l."""
     checkpoints = {}
     pending = [(0, length + 1, snapshots)]
     while pending:
@@ -98,8 +98,8 @@ def _revolve(length: int, snapshots: int) -> dict[tuple[int, int], int]:
 class Periodic:
     """Checkpoints are the inputs of stages 0, n, 2n, … for n = `every`, but at most `max_checkpoints` of them.
 
-    From one to the next is a segment. Of each, the forward keeps only the checkpoint; the last is stored whole. `every`
-    defaults to the fastest distance that fits. Raises ValueError if `every` or `max_checkpoints` < 1.
+    The stages from one checkpoint to the next are a segment. The last segment is stored; of the others, only the
+    checkpoints are. `every` defaults to the fastest n that fits. Raises ValueError if `every` or `max_checkpoints` < 1.
     """
 
     every: int | None = None
@@ -152,11 +152,11 @@ def _fastest_fitting(chain: Chain, mem_limit: int, schedules: list[Sequence]) ->
 class GriewankHeterogeneous:
     """The fastest schedule that stores only stages' inputs: a Revolve for stages of different sizes and times.
 
-    Beaumont et al. (HAL hal-02352969) compare with it. No ā is kept: a stage runs with a graph immediately before its
-    own backward, or before the loss. With `attached`, every checkpoint a_j is kept together with ā_{j+1}, so that Fe_j
-    runs in the forward; only a_0 and a_L are kept by themselves.
+    Beaumont et al. (HAL hal-02352969) compare their program with it. Every stage runs with a graph immediately before
+    its own backward or the loss, so that no ā is stored. With `attached`, every checkpoint a_j is stored together with
+    ā_{j+1}, and so Fe_j runs right when a_j is made; only a_0 and a_L are stored by themselves.
 
-    Memory is divided into `slots`, or into fewer if all sizes are multiples of one. Raises ValueError if `slots` < 1.
+    Memory is divided into `slots`, or into fewer that divide all sizes exactly. Raises ValueError if `slots` < 1.
     """
 
     slots: int = 500
@@ -173,7 +173,8 @@ class GriewankHeterogeneous:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the fastest such schedule within `mem_limit` bytes, chain input included, up to rounding to slots.
 
-        Exact if all sizes are multiples of a slot. Raises InfeasibleError if none fits, with the exact least limit.
+        If all sizes are multiples of a slot, nothing is rounded. Raises InfeasibleError if none fits, with the least
+        limit.
         """
         check_chain(chain)
         mem_limit = whole_bytes(mem_limit)
@@ -196,7 +197,7 @@ class GriewankHeterogeneous:
 
 
 class _Heterogeneous:
-    """Recurrence over intervals: Opt(i, stop, m) are the least seconds, in m bytes, beyond those of storing all.
+    """Recurrence: Opt(i, stop, m) is the least seconds of [i, stop) in m bytes, minus the seconds of storing it.
 
         Opt(L, L+1, m) = 0                                                if m ≥ loss_need
         Opt(i, stop, m) = the least of
@@ -205,17 +206,17 @@ class _Heterogeneous:
           split_j - run_i + Opt(j, stop, m - |a_j|) + Opt(i, j, m)        if m ≥ base + check_need_ij, for i < j < stop
             attached, for j < L: with Opt(j+1, stop, m - |a_j| - taken_j) if m ≥ |a_j| + stage_need(j, stop)
 
-    Sizes taken from m are rounded up, so that every time in the table is attainable; schedules are built with memory in
-    exact bytes. Also exact, [L+2, L+2] by (i, stop): `least`, the least bytes with a schedule, which takes
-    `least_seconds`; and `full`, the bytes from which on no schedule is faster than `full_seconds`.
+    Sizes taken from m are rounded up to slots, so that every time in the table is attainable; schedules are built with
+    memory in exact bytes. Three more arrays are exact, [L+2, L+2] by (i, stop): `least`, the least bytes that fit a
+    schedule, which takes `least_seconds`; and `full`, the bytes from which on no schedule beats `full_seconds`.
     """
 
     def __init__(self, costs: Costs, attached: bool) -> None:
         self.costs, self.attached, self.state = costs, attached, int(attached)
         self.length = length = len(costs.activation) - 1
         self.needs = _stage_needs(costs)
-        # For each checkpoint a_j: the first stage after it, the bytes that it takes, and in `kept[j, stop]`, the bytes
-        # needed to make it in an interval that ends at `stop`.
+        # For each checkpoint a_j: `first`, the first stage whose forward follows it; `taken`, the bytes that it takes;
+        # and `kept[j, stop]`, with `attached` the bytes that a_j, Fe_j and B_j need in an interval that ends at `stop`.
         self.first, self.taken = np.arange(length + 1), costs.activation.copy()
         self.kept = np.zeros((length + 1, length + 2), np.int64)
         if attached:
@@ -230,7 +231,7 @@ class _Heterogeneous:
             self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
 
     def _least_of(self, i: int, stop: int) -> tuple[int, float]:
-        """Return the least m for [i, stop), and the seconds of the fastest schedule whose parts have their least."""
+        """Return the least m for [i, stop), and the least seconds in it if the parts have their own least, too."""
         costs, js, first = self.costs, slice(i + 1, stop), self.first[i + 1 : stop]
         parts = np.maximum(self.taken[js] + self.least[first, stop], self.least[i, js])
         needs = np.maximum(self._checkpoint_need(i, js, stop), parts)
@@ -243,12 +244,12 @@ class _Heterogeneous:
         return int(best), float(seconds[needs == best].min())
 
     def _checkpoint_need(self, i: int, j: int | slice, stop: int) -> Any:
-        """Return the bytes that [i, stop) needs to reach and keep the checkpoint a_j."""
+        """Return the bytes of the forwards of [i, stop) up to the checkpoint a_j, and of Fe_j and B_j if `attached`."""
         need = self.costs.base[stop - 1] + self.costs.check_need[i, j]
         return np.maximum(need, self.kept[j, stop])
 
     def fill(self, room: int, slots: int) -> None:
-        """Fill `rows` for `room` bytes: rows[i] is [stop - i, m] seconds; past the last slot, they are `beyond`."""
+        """Fill `rows`, seconds rows[i][stop - i, m], for slots up to `room` bytes; `beyond` is for more memory."""
         costs, length = self.costs, self.length
         taken = [*costs.activation[1:], *(costs.taken.flat if self.attached else [])]
         unit = max(1, math.gcd(*map(int, taken)), -(-room // slots))
@@ -256,7 +257,7 @@ class _Heterogeneous:
             unit *= 2
         self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
         self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
-        # As operations may free more than they keep, an interval may have more bytes than the last slot stands for.
+        # An operation may free more bytes than it keeps, so a later interval may have more memory than `room`.
         self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
         self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
         for row in self.rows:
@@ -292,7 +293,7 @@ class _Heterogeneous:
             self.beyond[i, stop] = row[-1]
 
     def _shifted(self, i: int, stop: int, taken: int) -> Floats:
-        """Return the seconds, [m], of [i, stop) with `taken` bytes less than slot m; 0 for an empty interval."""
+        """Return, by slot m, the seconds of [i, stop) in `taken` bytes less than m; zeros for an empty interval."""
         if i == stop:
             return np.zeros(self.width)
         slots = np.arange(self.width) - -(-taken // self.unit)
@@ -306,7 +307,7 @@ class _Heterogeneous:
         return np.maximum(0, -((self.offset - need) // self.unit))
 
     def checkpoints(self, room: int) -> dict[tuple[int, int], int]:
-        """Return the checkpoint of every interval [i, l] that has one, for exactly `room` ≥ `least` bytes."""
+        """Return, by (i, l), the checkpoints of the schedule for exactly `room` bytes, at least `least`."""
         found = {}
         pending = [(0, self.length + 1, room)]
         while pending:
@@ -322,7 +323,7 @@ class _Heterogeneous:
         return found
 
     def _best_checkpoint(self, i: int, stop: int, memory: int) -> int:
-        """Return the checkpoint j with which [i, stop) is fastest in exactly `memory` bytes, or i for Fe_i."""
+        """Return j, if [i, stop) is fastest with the checkpoint a_j in exactly `memory` bytes, or i, if with Fe_i."""
         costs, best, choice = self.costs, math.inf, -1
         if _may_enable(self.length, self.attached, i, stop) and memory >= self.needs[self.state, i, stop]:
             best = self._seconds(i + 1, stop, memory - int(costs.taken[self.state, i]))
@@ -339,7 +340,7 @@ class _Heterogeneous:
         return choice
 
     def _seconds(self, i: int, stop: int, memory: int) -> float:
-        """Return the seconds of a schedule for [i, stop) in exactly `memory` bytes; infinite if none fits."""
+        """Return seconds that a schedule for [i, stop) can attain in exactly `memory` bytes; infinite if none fits."""
         if memory < self.least[i, stop]:
             return math.inf
         if memory >= self.full[i, stop]:
@@ -356,12 +357,12 @@ def _intervals(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _may_enable(length: int, attached: bool, i: int, stop: int) -> bool:
-    """Return whether [i, stop) may begin with Fe_i: if `attached`, or if at most the loss runs between Fe_i and B_i."""
+    """Whether [i, stop) may begin with Fe_i: if `attached`, or if nothing but the loss runs between Fe_i and B_i."""
     return attached or stop == i + 1 or (i == length - 1 and stop == length + 1)
 
 
 def _stage_needs(costs: Costs) -> Ints:
-    """Return bytes of Fe_i and B_i in [i, stop), [2, L, L+2]: row 0 if a_i is stored by itself, row 1 if inside ā_i."""
+    """Return bytes that Fe_i and B_i need in [i, stop), by (1 if a_i is part of ā_i, else 0; i; stop): [2, L, L+2]."""
     length = len(costs.activation) - 1
     backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
     backward[0, :, -1] = costs.backward_need[0]
@@ -371,7 +372,7 @@ def _stage_needs(costs: Costs) -> Ints:
 
 
 def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
-    """Return the least m with which [i, stop) can store all checkpoints, and its seconds: [L+2, L+2] each."""
+    """Return the bytes from which on [i, stop) can store every checkpoint, and its seconds then: [L+2, L+2] each."""
     length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
     full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
     full[length, length + 1] = costs.loss_need
@@ -387,7 +388,7 @@ def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
 
 
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
-    """Return the sequence that splits each interval [i, l] at checkpoints[i, l]; if missing, it begins with Fe_i."""
+    """Return the sequence that splits [i, l] at the checkpoint checkpoints[i, l], or begins it with Fe_i if missing."""
     options = [stage.fastest_option for stage in chain.stages]
 
     def choose(_state: int, i: int, last: int) -> int:

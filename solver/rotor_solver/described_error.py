@@ -1,4 +1,4 @@
-"""Errors that have their facts as attributes, so that programs need not parse messages, and checks that raise them."""
+"""Errors with the facts of their message as attributes, so that no program has to parse it; checks of arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DescribedError(Exception):
     """An error with the facts of its message as attributes: `kind`, `stage`, `name` and `numbers`.
 
     Args:
-        message: One sentence, such as "X must be Y, got Z", with a remedy if there is one.
-        kind: An identifier such as "limit_too_small", the same in all releases. Defaults to that of the class.
+        message: One sentence, such as "X must be Y, got Z", and what to do, if anything helps.
+        kind: Identifier of the cause, such as "limit_too_small", the same in all releases. Defaults to the class's.
         stage: Index of the stage at fault, or None.
         name: Name of the argument, option, stage, layer or file at fault, or None.
         numbers: Other facts of the message, as numbers or text. Never a tensor, which the error would keep alive.
@@ -37,8 +37,8 @@ class DescribedError(Exception):
         self.numbers = numbers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default, copies and pickles call the class with the positional arguments, which differ in subclasses. Notes
-        # are not copied: they describe where this instance was raised.
+        # By default, copies and pickles call the class with `args`, but subclasses have constructors with other
+        # arguments. Notes are not copied: they describe where this instance was raised.
         state = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
         return type(self).__new__, (type(self), *self.args), state
 
@@ -60,7 +60,7 @@ _R = TypeVar("_R")
 
 
 def within_memory(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a solver function to raise InvalidStateError, which says what to do, in place of MemoryError."""
+    """Decorate a solver function to turn a MemoryError into an InvalidStateError that says what to do."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -100,18 +100,18 @@ def check_count(value: Any, name: str) -> None:
 
 
 def is_number(value: Any, kind: type = Real) -> bool:
-    """Return whether `value` is of the class `kind` of Python's `numbers`; NumPy scalars may be, a bool is not."""
+    """Whether `value` is an instance of `kind`, a class of Python's `numbers`, and no bool. NumPy scalars count."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_type(value: Any, wanted: type, name: str, remedy: str) -> None:
-    """Raise InvalidTypeError, whose message ends with `remedy`, unless `value` is of the type `wanted`."""
+    """Raise InvalidTypeError, whose message ends with `remedy`, unless `value` is an instance of `wanted`."""
     if not isinstance(value, wanted):
         raise _wrong_type(value, wanted.__name__, name, remedy)
 
 
 def listed(values: Any, name: str) -> list[Any]:
-    """Return the items of `values` as a list. Raises InvalidTypeError unless it is an iterable, not text or bytes."""
+    """Return the items of `values` as a list. Raises InvalidTypeError for text, bytes, and what is not iterable."""
     try:
         found = None if isinstance(values, str | bytes) else list(values)
     except TypeError:
@@ -132,9 +132,9 @@ def _wrong_type(value: Any, wanted: str, name: str, remedy: str) -> InvalidTypeE
 class InfeasibleError(DescribedError, ValueError, RuntimeError):
     """Raised if no plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit with a plan.
 
-    If a step is refused before it is measured, `min_bytes` is only a lower bound of that limit. Also a RuntimeError,
-    like torch's out-of-memory error, so that code that retries with smaller batches catches it. `stage` is the stage
-    whose own backward needs the most memory, or None if no single stage is at fault.
+    If a step is refused before it is measured, `min_bytes` is only a lower bound of that limit. `stage` is the stage
+    whose own backward needs the most memory, or None if no single stage is at fault. This error is a RuntimeError, too,
+    like torch's out-of-memory error, so that code that retries with a smaller batch catches both.
     """
 
     kind = "limit_too_small"
@@ -148,7 +148,7 @@ class InfeasibleError(DescribedError, ValueError, RuntimeError):
 
 
 def check_fits(what: str, needed: int, mem_limit: int) -> None:
-    """Raise InfeasibleError if `needed` bytes exceed `mem_limit`. `what` begins the message: "the chain needs"."""
+    """Raise InfeasibleError if `needed` bytes exceed `mem_limit`. The message begins with `what`: "the chain needs"."""
     if needed > mem_limit:
         raise InfeasibleError(
             f"{what} at least {needed} bytes; the limit is {mem_limit}", min_bytes=needed, mem_limit=mem_limit

@@ -1,9 +1,9 @@
 """Find the fastest sequence with floating checkpoints, which may be dropped before the backward of their stage.
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
-≤ t ≤ l: with a_s and δ_{l+1} in memory, run the backwards of stages l … t in M bytes, a_s counted; afterwards a_s is
-not needed. The first operation is Fe_s, Fn_s, or CF_s with a checkpoint at a_j. The lower bound holds for all such
-sequences. Opt is the least time beyond storing everything; the other names are those of `Costs`:
+≤ t ≤ l: with a_s and δ_{l+1} in memory, run the backwards of stages l … t in M bytes, a_s counted, and free a_s. The
+first operation is Fe_s, Fn_s, or CF_s, which keeps a_s until the backwards of stages l … j have run. Opt is the least
+seconds of a problem minus those of storing its stages; the other names are fields of `Costs`:
 
     Opt(L, L, L, M) = 0                                             if M ≥ |a_L| + loss_need
     Opt(s, t, l, M) = the least of
@@ -13,9 +13,9 @@ sequences. Opt is the least time beyond storing everything; the other names are 
       run_{s+1} - run_s + Opt(s+1, j, l, M - |a_s|) + Opt(s, t, j-1, M)     for t < j ≤ l
         both                                                        if M ≥ base_l + |a_s| + check_need_{s,s+1}
 
-Opt'(s, l, m) is Opt(s, s, l, m) for an a_s inside ā_s, which m does not count: |a_s| is 0 there. Slot m stands for
-m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound; sequences are built
-with memory in exact bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
+Opt'(s, l, m) is Opt(s, s, l, m) with a_s inside ā_s: m does not count it, so |a_s| is 0 in its formula. Slot m stands
+for m · unit + offset bytes. Sizes taken from M are rounded down, so that times in the table are lower bounds; sequences
+are built with memory in exact bytes. In plain Python and NumPy, 50 stages take seconds, 100 a minute.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from rotor_solver.simulate import simulate
 
 # Upper bound of the first table's bytes. Not measured; too low refuses chains that can be solved.
 _LARGEST_TABLE = 2**31
-# Slots are refined while the sequence may be slower than the best by a larger share. Not measured.
+# Gap between makespan and lower bound, as a share, up to which slots are not refined. Not measured.
 _CLOSE = 0.004
-# Slots are not refined if the next table would visit more pairs of slots. Not measured; too high costs solve time.
+# Upper bound of the pairs of slots that a refined table visits. Not measured; too high costs solve time.
 _FINER_CHOICES = 1e9
-_FINER_TABLE = 2**29  # Slots are not refined if the next table would have more bytes. Not measured.
-# With each weight between two slots (`_Problem._read`), the table gives a sequence; the fastest counts. Not measured.
+_FINER_TABLE = 2**29  # Upper bound of a refined table's bytes. Not measured.
+# Weights of the lower slot in `_Problem._read`: one sequence is built with each, the fastest is used. Not measured.
 _BLENDS = (0.5, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """Dynamic program over sequences with floating checkpoints. Memory is divided into `slots`, later into more.
+    """Dynamic program over sequences with floating checkpoints: they may be dropped before the backward of their stage.
 
-    Raises ValueError if `slots` < 1.
+    Memory is divided into `slots`, then into more while that promises a faster one. Raises ValueError if `slots` < 1.
     """
 
     slots: int = 500
@@ -64,8 +64,7 @@ class Floating:
         """Return the fastest sequence found in `mem_limit` bytes, input included: no slower than that of `Persistent`.
 
         Its lower bound holds for all sequences with floating checkpoints. Raises InfeasibleError if none fits, with the
-        least limit, which may be below that of memory-persistent sequences. Raises ValueError if the chain is so long
-        that its first table is too large.
+        least limit, which may be lower than that of `Persistent`; ValueError if its first table would exceed 2 GiB.
         """
         stored, length, mem_limit = store_all(chain), len(chain), whole_bytes(mem_limit)
         if simulate(chain, stored).peak <= mem_limit:
@@ -105,13 +104,13 @@ class Floating:
         return Sequence(best, self.name, min(bound, makespan))
 
 
-_Task = tuple[int, int, int, int]  # A pending problem: s, its column of `start`, l, and its bytes
-# One first operation of a problem: estimated seconds, the operation, and the tasks after it, in reverse order.
+_Task = tuple[int, int, int, int]  # A pending problem: s, its column of `start`, l, and the bytes M that it may use
+# A way to begin a problem: seconds that it is estimated to take, first operation, and the rest in reverse order.
 _Start = tuple[float, Operation, list[_Task | Operation]]
 
 
 class _Problem:
-    """Table of Opt: problem (s, t, l) has row start[s, t] + l; (s, s, l) with a_s inside ā_s has start[s, L+1] + l."""
+    """Table of Opt. Problem (s, t, l) has row start[s, t] + l, and Opt'(s, l) has row start[s, L+1] + l."""
 
     table: Floats
     unit: int
@@ -149,14 +148,14 @@ class _Problem:
                     yield s, column, last
 
     def _until(self, s: int, column: int) -> int:
-        """Return t of a problem: the backward of stage t is its last."""
+        """Return t, the stage whose backward is the last of a problem with this column of `start`."""
         return s if column > self.length else column
 
     def _own(self, s: int, column: int) -> int:
         return 0 if column > self.length else int(self.costs.activation[s])
 
     def _options(self, s: int, column: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for each option of stage s: number, index into `costs`, bytes that Fe_s and B_s need, and keep."""
+        """Yield each option of stage s: number, index into `costs`, bytes that Fe_s and B_s need, bytes that stay."""
         costs, inside = self.costs, int(column > self.length)
         own, row = self._own(s, column), int(last < self.length)
         for k in range(int(costs.first[s]), int(costs.first[s + 1])):
@@ -168,7 +167,7 @@ class _Problem:
         return self._own(s, column) + int(self.costs.base[last] + self.costs.check_need[s, s + 1])
 
     def _least_of(self, s: int, column: int, last: int) -> int:
-        """Return the least M of a problem, by the module's recurrence for memory in place of time."""
+        """Return the least M with which a problem can be solved, by the module's recurrence for bytes, not seconds."""
         start, least, t, own = self.start, self.least, self._until(s, column), self._own(s, column)
         if s == self.length:
             return own + self.costs.loss_need
@@ -202,7 +201,7 @@ class _Problem:
                         seconds = costs.extra[k] - (costs.run[s + 1] - costs.split[s + 1])
                         out[begin:] = np.minimum(out[begin:], seconds)
                         continue
-                    # If Fe_s frees more than it saves, the rest may exceed the last slot, and is capped there.
+                    # If Fe_s frees more than it saves, the following problem may have more memory than the last slot.
                     slots = np.arange(max(begin, taken // unit), width + 1)
                     source = self.table[start[s + 1, length + 1] + last, np.minimum(slots - taken // unit, width)]
                     out[slots] = np.minimum(out[slots], costs.extra[k] + source)
@@ -222,7 +221,7 @@ class _Problem:
         return max(0, -((self.offset - need) // self.unit))
 
     def _read(self, row: int, memory: int, blend: float, cut: float) -> float:
-        """Interpolate Opt for `memory` bytes between two slots: a lower bound for `blend` 0, rather too high for 1."""
+        """Interpolate Opt at `memory` bytes. `blend`: weight of the slot below; with 0, the result is a lower bound."""
         m = min(self._slot_of(memory), self.table.shape[1] - 1)
         value = float(self.table[row, m])
         rest = m * self.unit + self.offset - memory
@@ -232,7 +231,7 @@ class _Problem:
         return value
 
     def descend(self, blend: float, cut: float) -> list[Operation]:
-        """Build a sequence for `mem_limit`. Memory is counted in exact bytes; the table only guides the choices."""
+        """Build a sequence for `mem_limit`: of the operations that fit in exact bytes, take the table's fastest."""
         operations: list[Operation] = []
         pending: list[_Task | Operation] = [(0, 0, self.length, self.mem_limit)]
         while pending:

@@ -1,4 +1,4 @@
-"""The fastest sequence at every memory limit: computed once, read as a step function, and drawn.
+"""Find the fastest sequence at every memory limit; the times form a step function, which can be drawn.
 
 One table of the dynamic program (`Persistent`) has the times for all limits up to its own. For small limits its slots
 are too coarse, so further tables cover a quarter of the memory, a sixteenth, and so on.
@@ -37,10 +37,10 @@ from rotor_solver.watching import watcher
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """A step function: sequences[k] fits in limits[k] bytes, the chain's input included, in makespans[k] seconds.
+    """A step function: sequences[k] takes makespans[k] seconds and fits in limits[k] bytes, chain input included.
 
     Limits increase, makespans never increase. No memory-persistent sequence (`Persistent`) within limits[k] bytes takes
-    less than lower_bounds[k] seconds. `stored` is the seconds of storing everything.
+    less than lower_bounds[k] seconds. `stored` is the seconds of a step that stores everything.
     """
 
     limits: tuple[int, ...]
@@ -57,7 +57,7 @@ class Frontier:
 
     @property
     def gap(self) -> float:
-        """Upper bound of the share by which any sequence is slower than the best at its limit: 0.01 is one percent."""
+        """Upper bound of how much slower any sequence is than the best one at its limit: 0.01 is one percent."""
         pairs = zip(self.makespans, self.lower_bounds, strict=True)
         return max((made / least - 1 for made, least in pairs if least), default=0.0)
 
@@ -75,7 +75,7 @@ class Frontier:
     def limit_for(self, overhead: float) -> int:
         """Return the least limit at which a step takes at most 1 + `overhead` times as long as storing everything.
 
-        Raises ValueError if no limit is that fast, or if `overhead` < 0.
+        Raises ValueError if `overhead` < 0, or if none of the frontier's limits allows a step that fast.
         """
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
             raise InvalidValueError(f"overhead must be ≥ 0, got {overhead!r}", kind="not_an_overhead", name="overhead")
@@ -86,7 +86,7 @@ class Frontier:
         raise InvalidValueError(message, kind="overhead_too_low", name="overhead", got=overhead)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the overhead (share of extra time over storing everything) by limit into a file (.svg, .png, .pdf).
+        """Draw the overhead (extra time, as a share of that of storing everything) by limit into a .svg, .png or .pdf.
 
         Raises ImportError if matplotlib is missing, and ValueError for a file format that matplotlib does not know.
         """
@@ -107,8 +107,8 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     """Find the fastest sequence at every limit, from the least limit with a sequence to that of storing everything.
 
     With `limits` in bytes, plans for these only, and leaves out those too small for any sequence. Memory is divided
-    into about `slots`; without `limits`, hardly more limits than that are tried. Raises ValueError if a limit is not a
-    number of bytes, or if `slots` < 1.
+    into about `slots`; without `limits`, tries about as many limits. Raises ValueError if a limit is not a number of
+    bytes, or if `slots` < 1.
     """
     check_chain(chain)
     check_count(slots, "slots")
@@ -129,7 +129,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
 
 
 def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persistent) -> Frontier:
-    """Compute `frontier` of a chain that is planned stage by stage; `at_least` is the solver for its least limit."""
+    """Compute `frontier` without merging stages. `asked`: limits, None for all; `at_least` solves the least limit."""
     problem, stored = Problem(chain), store_all(chain)
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan
@@ -149,7 +149,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
             continue
         if limit >= whole.peak:
             best, seconds = stored, whole.makespan
-        elif limit == least:  # few choices fit this limit, so rounding to slots matters most
+        elif limit == least:  # few choices fit this limit, so rounding to slots would rule out most of them
             best = at_least.solve(chain, least)
             seconds = simulate(chain, best).makespan
         else:
@@ -161,7 +161,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
         found.append((limit, best))
 
     def bound(limit: int) -> float:
-        # The memory that a plan needs is a multiple of the divisor, so bytes beyond the last multiple are useless.
+        # All plans need a multiple of `divisor` bytes, so the bound of the last multiple holds up to the next one.
         room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
         read = problem.stored + _table_for(tables, room).lower_bound(room)
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
@@ -171,7 +171,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
         found = _closer(chain, _steepest(chain, [each for _, each in found]), slots, most, bound, proven)
     bounds = [bound(limit) for limit, _ in found]
     if found and found[0][0] == least:
-        # `at_least` solved for the least limit, and found a bound for it.
+        # `at_least`, which solved the least limit by itself, may have proven a higher bound.
         bounds[0] = max(bounds[0], found[0][1].lower_bound or 0.0)
     makespans = [simulate(chain, sequence).makespan for _, sequence in found]
     bounds = list(map(min, bounds, makespans))
@@ -192,21 +192,21 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
     return frontier(chain, slots=slots).limit_for(overhead)
 
 
-_FEW = 40  # Number of slots for groups of stages: few, as each of their sequences has tens of thousands of operations
+_FEW = 40  # Number of slots if stages are merged, as few sequences are enough: each has tens of thousands of operations
 _Step = tuple[int, Sequence]  # A limit in bytes, and a sequence within it
-_FAR = 0.02  # A limit whose plan may be slower than the best by a larger share is solved by itself. Not measured.
-_SINGLE = 40  # Upper bound of the number of limits that are solved by themselves. Not measured; too many cost time.
-# Upper bound of their number times the pairs of slots that all tables visit. Not measured; too high costs solve time.
+_FAR = 0.02  # Gap of a limit's plan to its bound, as a share, above which the limit gets its own solve. Not measured.
+_SINGLE = 40  # Upper bound of the number of limits with their own solve. Not measured; too many cost time.
+# Upper bound of that number times the pairs of slots that all tables visit. Not measured; too high costs solve time.
 _PAIRS = 5e5
-# Each table of a frontier takes up to 256 MiB, as all are in memory at once, and a second. With `THOROUGH` tables,
+# All tables of a frontier are in memory at once, so each takes up to 256 MiB, and a second. With `THOROUGH` tables,
 # chains of 400 stages took up to 8 GiB and three minutes.
 _EACH = Effort(close=0.01, pairs=2e9, numbers=2**25)
-# Factor of rows, compared with the first table of a solve, which also has finer ones. Not measured; more cost time.
+# A table here has this many times the rows of a solve's first table, as no finer one follows. Not measured; costs time.
 _CLOSER = 4
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
-    """Return filled tables for `room`, a quarter of it (not measured), and so on while plans fit, smallest first."""
+    """Return filled tables for `room` bytes, a quarter of it, and so on while plans fit, from the smallest `room`."""
     tables = []
     while True:
         unit, exact = next(units(problem.costs, room, slots, divisor))
@@ -228,7 +228,7 @@ def _table_for(tables: list[Table], room: int) -> Table:
 
 
 def _steps(tables: list[Table], most: int) -> list[int]:
-    """Return the limits, in bytes, at which the tables' lower bound falls; of more than `most`, only every n-th."""
+    """Return the limits in bytes at which the tables' lower bound falls; every n-th only, if more than `most`."""
     changes, known, below = [], tables[0].problem.chain.input_bytes, 0
     for table in tables:
         rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
@@ -254,7 +254,7 @@ def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
 def _closer(
     chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
 ) -> list[_Step]:
-    """Improve `steps`: solve up to `most` limits just below steps far from the bound; add new bounds to `proven`."""
+    """Improve `steps` by solving up to `most` limits whose time is far from its bound; add new bounds to `proven`."""
     for _ in range(most):
         far = [
             (simulate(chain, slower).makespan / max(bound(limit - 1), math.ulp(0.0)), limit - 1)

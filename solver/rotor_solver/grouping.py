@@ -11,16 +11,16 @@ import numpy as np
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
-# Number of stages of the longest chain that is planned stage by stage: its tables have up to 2 GiB. Not measured; more
-# cost memory and minutes.
+# Upper bound of the number of stages of a chain that is planned without merging stages. Its tables then have up to
+# 2 GiB. Not measured; more stages cost memory and minutes.
 _LONGEST = 2500
 _GROUPS = 400  # Number of groups of a longer chain. Not measured; more cost seconds, fewer raise the least limit.
 
 
 def joined(chain: Chain) -> list[range] | None:
-    """Return groups of stages of a chain that is too long to be planned stage by stage; None for other chains.
+    """Return the groups in which a very long chain's stages are merged before planning; None for other chains.
 
-    Groups are nearly equally long, and begin at small activations.
+    Groups have nearly equal lengths: each begins at the smallest activation near the begin of an equal share.
     """
     length = len(chain)
     if length <= _LONGEST:
@@ -38,7 +38,7 @@ def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
     """Return a lower bound of the seconds of sequences within `mem_limit` bytes; storing everything takes `stored`.
 
     A stage that is not in memory when the loss runs is recomputed at least once. Which stages to store is a knapsack
-    problem: by seconds saved per byte, the last one in part, they save at least as much as any set of stages that fits.
+    problem. Its upper bound of the seconds saved stores stages by seconds saved per byte, the last one only in part.
     """
     seconds, room = stored, float(mem_limit - chain.input_bytes - chain.activation[-1] - chain.loss_temp)
     items: list[tuple[float, float]] = []  # Seconds that storing a stage saves, and the bytes that it takes
@@ -63,8 +63,8 @@ def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
 
 
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
-    """Merge every group into one stage that costs at least as much memory and time as the group's fastest options."""
-    # The coarse chain releases no inputs early, which only makes its stages cost more.
+    """Merge every group into one stage that costs at least the memory and time of the group's fastest options."""
+    # The coarse chain frees no bytes of inputs after a forward with a graph: so it needs no less memory.
     activation = chain.activation
     held = activation[-1] if chain.output_held else 0
     stages = [
@@ -93,7 +93,7 @@ def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]
 
 
 def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
-    """Return a group as one stage. `held`: bytes of its output if it is the chain's and the caller keeps it, else 0."""
+    """Return a group as one stage. `held`: bytes of its output if that is the chain's and the caller keeps it."""
     options = [stage.options[stage.fastest_option] for stage in stages]
     inputs = [incoming, *(stage.activation for stage in stages)]
     outgoing = inputs[-1]

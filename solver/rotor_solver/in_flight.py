@@ -1,8 +1,8 @@
 """Plan several forwards of one chain that all run before their backwards ("in flight"), within one limit.
 
-If backwards may run in any order, all forwards use one sequence. A plan of one forward that reserves `room` bytes at
-its loss for the others keeps at most the limit less `room`; `Persistent` solves it for several values of `room`. In
-reverse order, all forwards form one long chain (`nested_chain`): it gives the best plan, and a bound for any order.
+If backwards may run in any order, all forwards use one sequence. `Persistent` finds it for a chain whose loss needs
+`room` bytes: so at most the limit less `room` is kept at the loss, and several values of `room` are tried. In reverse
+order, all forwards form one long chain (`nested_chain`), which gives the best plan, and a bound for any order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rotor_solver.simulate import Machine, simulate
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes and seconds of one forward and its backward, as far as they matter to the other forwards in flight.
+    """Bytes and seconds of one forward and its backward that decide what several of them need together.
 
-    `kept` is held from the end of the forward to the start of its backward, the gradient of its output included. `left`
-    stays after the backward: input and output, which the caller holds, and the gradient of the input. `peak` is the
-    most bytes that this forward and its backward have in memory by themselves.
+    `kept` is in memory from the end of the forward to the start of its backward, the gradient of the output included.
+    `left` stays after the backward: the input, the output if the caller keeps it, and gradients. `peak` is the most
+    bytes that this forward and its backward have in memory by themselves.
     """
 
     kept: int
@@ -45,7 +45,7 @@ class Footprint:
 
     @property
     def waiting(self) -> int:
-        """Most bytes that the forward holds while another one runs."""
+        """Most bytes that the forward has in memory while another forward or backward runs."""
         return max(self.kept, self.left)
 
     @property
@@ -63,7 +63,7 @@ class Footprint:
 
 
 def _held_by_others(footprints: Many[Footprint], order: str) -> list[int]:
-    """Return, for each forward, the bytes that the other forwards hold while it runs."""
+    """Return, for each forward, the bytes that the others have in memory while it or its backward runs."""
     if order == "any":
         return [sum(each.waiting for each in footprints) - own.waiting for own in footprints]
     found, before, after = [], 0, sum(each.left for each in footprints)
@@ -75,31 +75,31 @@ def _held_by_others(footprints: Many[Footprint], order: str) -> list[int]:
 
 
 def peaks_of(footprints: Many[Footprint], order: str) -> list[int]:
-    """Return, for each forward, the most bytes of all forwards together while it or its backward runs."""
+    """Return, for each forward, the peak bytes of all forwards together while it or its backward runs."""
     own = [max(each.peak, each.waiting if order == "any" else 0) for each in footprints]
     return [others + each for others, each in zip(_held_by_others(footprints, order), own, strict=True)]
 
 
 def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
-    """Return the index of the forward that runs at the peak, and the bytes that the others hold meanwhile."""
+    """Return the index of the forward that runs at the peak, and the bytes that the others then have in memory."""
     peaks = peaks_of(footprints, order)
     number = peaks.index(max(peaks))
     return number, _held_by_others(footprints, order)[number]
 
 
 def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
-    """Return the most bytes that the others hold when a forward begins: in reverse order, when the last one begins."""
+    """Return the most bytes that other forwards have in memory when one begins; with order "reverse", the last one."""
     return sum(each.kept for each in footprints[:-1]) if order == "reverse" else max(_held_by_others(footprints, order))
 
 
 def with_room_at_loss(chain: Chain, room: int) -> Chain:
-    """Reserve `room` bytes at the loss for other forwards: a plan within a limit then keeps at most limit - `room`."""
+    """Let the loss need `room` bytes: a plan within a limit then keeps at most limit - `room` bytes up to the loss."""
     return replace(chain, loss_temp=max(chain.loss_temp, room))
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardsSimulation:
-    """Seconds (`makespan`) and peak bytes of all forwards and backwards together; every forward's input counts."""
+    """Seconds (`makespan`) and peak bytes of all forwards and backwards together; all forwards' inputs count."""
 
     makespan: float
     peak: int
@@ -110,10 +110,10 @@ def simulate_forwards(
 ) -> ForwardsSimulation:
     """Return the time and memory of forwards of `chain`, one by each of `sequences`, and of their backwards.
 
-    `order` has the index of each three times: for its forward, its loss and its backward. It defaults to the order of a
-    sum of losses: all forwards, all losses, and the backwards from last to first. The memory that a forward leaves
-    after its backward, input and output included, stays to the end. Raises ValueError if a sequence is not valid, or if
-    `order` does not have every index three times.
+    `order` has the index of each sequence three times: for its forward, its loss and its backward. By default, it is
+    the order of a sum of losses: all forwards, all losses, and the backwards from last to first. Memory that a forward
+    still has after its backward, such as its input, counts to the end. Raises ValueError if a sequence is not valid, or
+    if `order` does not have every index three times.
     """
     sequences = listed(sequences, "sequences")
     for each in sequences:
@@ -146,7 +146,7 @@ class _RunningForward:
 
     @property
     def held(self) -> int:
-        """Bytes in memory now. The input counts to the end, as the caller holds it, but `Machine` drops it at B_0."""
+        """Bytes in memory now. Includes the input to the end, as the caller keeps it; `Machine` drops it at B_0."""
         return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
 
 
@@ -154,9 +154,9 @@ def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain
     """Chain `forwards` copies of `chain` one after another; between each two is a joint, a stage that runs once.
 
     A joint's forward makes the input of the next forward and the gradient of the previous forward's output; its
-    backward is the loss of the previous forward. The nested chain's bytes are at most those of the forwards, or, with
-    `at_most`, at least those. They differ only by an output that the caller keeps during the backward of its last
-    stage: it is part of that stage's saved bytes if the stage was stored, extra memory if not.
+    backward is the loss of the previous forward. Plans for this chain never need more bytes than the forwards do; with
+    `at_most`, never fewer. The only difference is an output that the caller keeps, during the backward of the last
+    stage: if the stage was stored, its saved bytes contain the output; if it was recomputed, the output is extra.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
     loss = Option(
@@ -165,7 +165,7 @@ def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain
         saved=chain.input_bytes + output,
         backward_temp=chain.loss_temp - output,  # `saved` already counts the gradient that the joint makes
     )
-    # The next forward is over when the joint runs backward: its input and the input's gradient are in memory.
+    # When the joint runs backward, the next forward's backward is over, but its input and the input's gradient stay.
     left = 2 * chain.input_bytes + (held if at_most else 0)
     joint = Stage(chain.input_bytes, (loss,), nograd_temp=LARGEST_SIZE // 4, gradient=left, name="joint")
     copy = chain.stages
@@ -175,7 +175,7 @@ def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain
 
 
 def apart(sequence: Sequence, stages: int, forwards: int) -> tuple[Sequence, ...]:
-    """Split a sequence for the nested chain of `forwards` times `stages` stages into one for each forward."""
+    """Split a sequence for a `nested_chain` of `forwards` copies of `stages` stages into a sequence for each copy."""
     parts: list[list[Operation]] = [[] for _ in range(forwards)]
     for operation in sequence:
         if isinstance(operation, Loss):
@@ -194,10 +194,10 @@ Candidate = tuple[Footprint, Sequence]
 
 @dataclass(frozen=True, slots=True)
 class JointPlan:
-    """One sequence for each forward, in the order in which the forwards run. Seconds and bytes.
+    """One sequence for each forward, in the order in which the forwards run.
 
-    `makespan` and `peak` cover all forwards together. No memory-persistent sequences with at most this peak take less
-    than `lower_bound` together.
+    `makespan` (seconds) and `peak` (bytes) are of all forwards and backwards together. No memory-persistent sequences
+    take less than `lower_bound` seconds together within the limit.
     """
 
     sequences: tuple[Sequence, ...]
@@ -207,7 +207,7 @@ class JointPlan:
 
     @property
     def gap(self) -> float:
-        """makespan / lower_bound - 1: upper bound of the share by which the plan is slower than the best."""
+        """Upper bound of how much slower the plan is than the best: makespan / lower_bound - 1."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
@@ -252,7 +252,7 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
 
 
 def least_in_flight_sequence(chain: Chain, forwards: int, order: str = "any", *, slots: int = 500) -> Sequence:
-    """Return the first forward's sequence at the least limit; `beside` has the others if they differ."""
+    """Return the first forward's sequence of a plan at the least limit; `beside` has the others if they differ."""
     least, room = _least_for_any_order(chain, forwards)
     if order == "reverse":
         found = _least_in_reverse(chain, forwards)
@@ -267,7 +267,7 @@ def _least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
 
 
 def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
-    """Return the least limit for any order, and the room at the loss of the one-forward plan that attains it."""
+    """Return the least limit for any order, and the `room` of `with_room_at_loss` with which a plan attains it."""
     left = Footprint.of(chain, store_all(chain)).left
 
     def least_peak(room: int) -> int:
@@ -277,7 +277,7 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
         return (forwards - 1) * max(kept, left) + max(peak, left)
 
     # As the room grows, the peak does not fall, and the peak less the room does not rise: so the ends of a range of
-    # rooms bound the need inside it. Room above the peak of storing all helps up to the largest `temp_without_graph`.
+    # rooms bound the need inside it. More room than the peak of storing all plus the largest scratch is no help.
     stored = simulate(chain, store_all(chain)).peak
     rooms = 0, stored, stored + max((stage.temp_without_graph for stage in chain), default=0)
     peaks = [least_peak(room) for room in rooms]
@@ -294,17 +294,17 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
     return best
 
 
-# Number of steps, from none to the limit, of the first rooms to try. Not measured; each costs a solve.
+# Number of intervals from 0 to the limit, whose inner ends are tried first as `room`. Not measured; each costs a solve.
 _ROOMS = 10
 _CLOSER = 4  # Number of refinements around the best room so far. Not measured; each costs two solves.
-# Limits of a forward's kept bytes to try, relative to equal shares. Values above 1 may fit, too, since a plan may keep
-# less than its limit. Not measured.
+# Limits of a forward's kept bytes to try, as multiples of an equal share of the limit less `room`. Multiples above 1
+# may fit, too, since a plan may keep less than its limit. Not measured.
 _SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
 
 
 def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
-    """Yield plans for one of `forwards` forwards, with different values of `room` for the running forward."""
-    solver = Persistent(slots, work=0)  # little work for each of many solves, only one of which is used
+    """Yield sequences that all `forwards` may use, found with different values of `room`. Not all fit in `limit`."""
+    solver = Persistent(slots, work=0)  # little work for each solve, as only the best result is used
     least = least_in_flight_sequence(chain, forwards, slots=slots)
     yield Footprint.of(chain, least), least
     seconds: dict[int, float] = {}
@@ -333,7 +333,7 @@ def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[
     yield from (found for share in _SHARES if (found := even(best, share)) is not None)
 
 
-_LONGEST = 800  # Upper bound of the number of stages of a nested chain: 800 take `Persistent` some seconds
+_LONGEST = 800  # Upper bound of the number of stages of a nested chain; for 800, `Persistent` takes some seconds
 
 
 @within_memory
@@ -349,10 +349,10 @@ def solve_in_flight(
 ) -> JointPlan:
     """Return the fastest known plans for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
 
-    Every input is counted. `order` is the order of the backwards: "any", or "reverse", from the last forward to the
-    first, which takes less time or memory. Plans for any order use one sequence for all forwards, and work in reverse,
-    too. With `alike`, plans in reverse also use one sequence. One sequence works for any order of backwards, so it is
-    preferred to different sequences in reverse if it takes at most `worth` longer, as a share of the time.
+    The inputs of all forwards count. `order` is the order of the backwards: "any", or "reverse", from the last forward
+    to the first, which may take less time or memory. A plan for any order has one sequence for all forwards, and works
+    in reverse, too. Plans for reverse order may have different sequences, unless `alike`. A plan for any order is
+    preferred to them if it takes at most the share `worth` longer.
 
     Raises InfeasibleError if nothing fits; its `min_bytes` is `least_in_flight`. Raises ValueError if the limit is not
     a number of bytes, if `forwards` or `slots` < 1, or if the order is unknown.
@@ -377,19 +377,19 @@ def solve_in_flight(
     if fitting:
         fastest = min(fitting, key=lambda each: each[0].makespan)
         plans.insert(0, _joined([fastest] * forwards, "any", bound))
-    if not plans:  # the limit suffices in reverse, but may not suffice for any order
+    if not plans:  # the limit suffices for backwards in reverse order, but not for any order
         return _joined(_least_in_reverse(chain, forwards), "reverse", bound)
     enough = (1 + worth) * min(plan.makespan for plan in plans)
     return next(plan for plan in plans if plan.makespan <= enough)
 
 
 def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[Candidate] | None, float]:
-    """Return the fastest plans found for reverse order, or None, and a proven lower bound in seconds."""
+    """Return the fastest plan found for reverse order, or None, and a proven lower bound in seconds for any order."""
     length = len(chain) + 1
     some = min(forwards, max(1, _LONGEST // length))
     one = store_all(chain).lower_bound or 0.0
     if some < forwards:
-        # The other forwards hold memory, too: `some` get the limit less the least bytes that the others can keep.
+        # The other forwards keep memory, too: `some` get the limit less the least bytes that the others can keep.
         least = Footprint.of(chain, recompute_all(with_room_at_loss(chain, limit))).kept
         return None, forwards / some * _nested(chain, limit - (forwards - some) * least, some, slots)[1]
     bound, room, known = forwards * one, limit, list[list[Candidate]]()

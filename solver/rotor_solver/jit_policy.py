@@ -1,8 +1,9 @@
 """Compile the solver's kernels, and choose between compiled kernels and plain Python, with bit-identical results.
 
-Compiling takes 10 to 20 seconds, once on a machine; plain Python plans twenty stages in less. Work runs in plain Python
-until its total reaches `_COMPILING` seconds, or `_IMPORTING` if compiled kernels are on disk: so much work makes enough
-further work likely (as in the rent-or-buy problem). Seconds are estimated, not timed, so that every run decides alike.
+Compiling takes 10 to 20 seconds, once on a machine; plain Python plans twenty stages in less. A process runs kernels in
+plain Python until that has taken `_COMPILING` seconds, or `_IMPORTING` if compiled kernels are on disk: after so much
+work, as much again is likely (the rent-or-buy problem). Seconds are estimated, not timed, so that every run decides
+alike.
 
 Import kernel files through `kernels_for` only: any other import loads Numba, which takes time. Numba's disk cache
 notices changes only of a kernel's own file, so a kernel uses only kernels and constants of its own file. Call a kernel
@@ -24,15 +25,15 @@ from rotor_solver.watching import watcher
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Whether the kernel file being imported stays plain Python.
+# Whether `compiled` leaves kernels as plain Python functions: true while `plain_python` imports a kernel file
 _plain: ContextVar[bool] = ContextVar("rotor_solver.plain", default=False)
 
 
 def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Decorate a kernel to be compiled at its first call, and cached on disk. Plain Python calls `plain`, if given.
+    """Decorate a kernel to be compiled at its first call, and cached on disk. `plain` replaces it in plain Python.
 
-    No `fastmath`: lower bounds hold up to rounding errors only, so sums must not be rearranged. Kernels release the
-    GIL, and run on one core: Numba's threads would change the number of threads that PyTorch sums with.
+    Without `fastmath`, which would reorder sums, so that plain Python gives the same bits. Kernels release the GIL, and
+    run on one core: Numba's threads would change the number of threads that PyTorch sums with.
     """
     if _plain.get():
         return lambda function: cast(Any, plain or function)
@@ -56,10 +57,9 @@ def plain_python(name: str) -> ModuleType:
 
 PREPARING = "(preparing the solver, once on this machine)"  # Progress text while kernels are compiled
 
-# Seconds of work in plain Python before Numba is imported. Not measured; a wrong value wastes about as many seconds.
+# Seconds of plain Python after which Numba is imported. Not measured; a wrong value wastes about as many seconds.
 _IMPORTING = 0.3
-# Seconds of work in plain Python before kernels are compiled. Not measured; a wrong value wastes seconds, once on a
-# machine.
+# Seconds of plain Python after which kernels are compiled. Not measured; wrong ones waste seconds, once on a machine.
 _COMPILING = 4.0
 
 
@@ -69,7 +69,7 @@ class _Pace:
 
 
 def kernels_for(name: str, seconds: float, *arrays: Any) -> tuple[Any, list[Any]]:
-    """Return the kernels of a file, compiled if that pays for `seconds` of plain Python, and the `arrays` they read."""
+    """Return a file's kernels, compiled if `compiling_pays`, and their `arrays`, which are lists for plain Python."""
     if compiling_pays(name, seconds):
         return import_module(name), list(arrays)
     return plain_python(name), [_listed(each) for each in arrays]
@@ -82,7 +82,7 @@ def _listed(arrays: Any) -> Any:
 
 
 def compiling_pays(name: str, seconds: float) -> bool:
-    """Decide whether to use the compiled kernels of the file `name`. If not, count `seconds` of plain Python."""
+    """Decide whether to use compiled kernels of the file `name`, given that plain Python would take `seconds` more."""
     if name in _Pace.compiled:
         return True
     spent = _Pace.spent + seconds

@@ -1,4 +1,4 @@
-"""A chain's costs as arrays, the least memory of its intervals of stages, and the operations that choices mean.
+"""A chain's costs as arrays, the least memory of its intervals of stages, and operations from coded choices.
 
 `persistent.interval_kernels` defines the states of intervals and the codes of choices.
 """
@@ -26,9 +26,9 @@ class Costs(NamedTuple):
 
         base_l          = |a_{l+1}| + G(l+1) + held for l < L: in memory while [i, l] runs; 0 for l = L
         check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1: from a_i to a_j
-        backward_need_k = the memory during B_i, without a_i and everything before it, or after B_i if that is
-                          more. Row 0 is for l = L: ā was saved before the loss, and a_L of the last stage is still
-                          inside it. Row 1 is for l < L: ā was recomputed after the loss.
+        backward_need_k = the peak of B_i with option k, without a_i and everything before it; or the bytes after
+                          B_i, if more. Row 0 is for l = L: ā was saved before the loss, and contains a_L if stage i
+                          is the last one. Row 1 is for l < L: ā was recomputed after the loss.
 
     The options of stage i are first[i] … first[i+1]-1. `extra` is how much longer an option takes than the stage's
     fastest one. `released` is the part of a_i that a run of stage i with a graph frees: row 0 if a_i is stored by
@@ -37,11 +37,11 @@ class Costs(NamedTuple):
 
     activation: Ints  # [L+1] bytes of a_0 … a_L
     run: Floats  # [L+1] seconds of the forwards without a graph of stages 0 … i-1
-    # [L+1] seconds: run[j], less the time that stage j-1 saves by skipping its output right before its backward. A
-    # checkpoint at a_j makes stage j-1 the last of its interval, so this stage will skip its output. The forwards from
-    # a_i to the checkpoint therefore count as split[j] - run[i].
+    # [L+1] seconds: run[j], less the time that stage j-1 saves if it computes no output. After a checkpoint at a_j,
+    # stage j-1 runs again right before its backward, and then computes no output. The forwards from a_i to the
+    # checkpoint therefore count as split[j] - run[i].
     split: Floats
-    # [L+1] seconds: the least split[k] for k ≥ j. It never decreases with j, so that loops over j may end early.
+    # [L+1] seconds: the least split[k] for k ≥ j, which never decreases with j, so that loops over j may end early.
     split_floor: Floats
     check_need: Ints  # [L+1, L+1] bytes, by (i, j)
     base: Ints  # [L+1] bytes, by l
@@ -51,7 +51,7 @@ class Costs(NamedTuple):
     forward_need: Ints  # [options] bytes: saved, and the scratch of the forward
     backward_need: Ints  # [2, options] bytes, by whether l < L
     released: Ints  # [2, L] bytes, by the state of a_i
-    loss_need: int  # Bytes: δ_L, as large as a_L, and the loss's scratch. Excludes a_L, the loss's input.
+    loss_need: int  # Bytes of δ_L, as large as a_L, and of the loss's scratch; a_L itself is not counted
 
 
 def costs_of(chain: Chain) -> Costs:
@@ -82,7 +82,7 @@ def costs_of(chain: Chain) -> Costs:
         base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
         first=first,
         extra=seconds - np.minimum.reduceat(seconds, first[:-1])[stage_of] if length else seconds,
-        taken=saved - np.take(released, stage_of, axis=1),  # indexing gives a layout that needs other Numba kernels
+        taken=saved - np.take(released, stage_of, axis=1),  # `released[:, stage_of]` would need kernels for its layout
         forward_need=saved + np.array([option.forward_temp for option in options], np.int64),
         backward_need=np.maximum(during, left[stage_of] + held).astype(np.int64),
         released=released,
@@ -110,7 +110,7 @@ def least_memory(costs: Costs) -> Ints:
 
 
 def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> int:
-    """Return a choice for the interval [i, last], i < L, with which `least[state, i, last]` bytes are enough."""
+    """Return the code of a choice for [i, last], i < L, that fits in the interval's least[state, i, last] bytes."""
     row = 0 if last == len(costs.activation) - 1 else 1
     enough = int(least[state, i, last])
     for k in range(costs.first[i], costs.first[i + 1]):
@@ -125,12 +125,12 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
     return -(i + 1 + int(fits.argmax()))
 
 
-# A function of (state, i, l) that returns the choice for the interval [i, l] with a_i in this state
+# Function of (state, i, l) that returns the code of the choice for the interval [i, l], with a_i in this state
 Choose = Callable[[int, int, int], int]
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:
-    """Return the operations of a chain of `length` stages. `choose` is called for each interval, in running order."""
+    """Return the operations of a chain of `length` stages; calls `choose` for each interval when it begins to run."""
     operations: list[Operation] = []
     pending: list[tuple[int, int, int] | Operation] = [(0, 0, length)]
     while pending:

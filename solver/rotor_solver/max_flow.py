@@ -1,7 +1,7 @@
 """Minimum cut of a network by Dinic's algorithm (1970): flow along shortest paths, phase by phase.
 
-networkx has this too, but importing it takes longer than all cuts of most models here, and its cuts of networks with a
-few dozen nodes take ten times as long.
+networkx has this algorithm, too, but its import takes longer than all cuts of most models take here, and its cuts of
+networks with a few dozen nodes take ten times as long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Network:
             self._left.append(left)
 
     def behind_least_cut(self) -> set[Hashable]:
-        """Return the nodes on the sink's side of a minimum cut: of equal cuts, the one nearest to the sink."""
+        """Return the nodes on the sink's side of a minimum cut; of several minimum cuts, the one with fewest nodes."""
         endless = 1 + sum(self._left)  # more than the capacity of all bounded edges together
         for edge in self._unbounded:
             self._left[edge] = endless
@@ -45,7 +45,7 @@ class Network:
         return self._number[point]
 
     def _distances(self) -> list[int]:
-        """Return, by node, the number of residual edges on a shortest path to the sink; -1 if there is no path."""
+        """Return, by node, the number of edges on a shortest residual path to the sink; -1 if there is no such path."""
         found = [-1] * len(self._edges)
         found[1], reached = 0, [1]
         for point in reached:  # grows inside the loop

@@ -1,6 +1,6 @@
-"""Memory after every operation, by what it is for, and the bytes that a plan keeps when the loss begins.
+"""Memory after every operation (inputs, saved tensors, gradients), and the bytes that a plan keeps for its backwards.
 
-Both come from stepping through the simulator's `Machine`.
+Both are read from the simulator's `Machine`, one operation after another.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rotor_solver.simulate import Machine, simulate
 class Moment:
     """One operation: its begin and duration in seconds, and the bytes in memory after it.
 
-    `inputs[i]` are the bytes of an a_i stored by itself; `attached[i]` are the bytes of the ā_i that stage i - 1 keeps
+    `inputs[i]` is the bytes of an a_i stored by itself; `attached[i]` is the bytes of the ā_i that stage i - 1 keeps
     for its backward. `output` is the bytes of the chain's output if only the caller holds it, else 0. `gradients` is
-    the bytes of δ_i and of parameters' gradients. All add up to `after`; `during` is the peak of the operation.
+    the bytes of all δ_i and of parameters' gradients. These bytes add up to `after`. `during` is the operation's peak.
     """
 
     operation: Operation
@@ -47,8 +47,8 @@ class Moment:
 def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     """Return a `Moment` for every operation of `sequence`, in order. Raises ValueError if `sequence` is not valid.
 
-    Offloaded bytes leave memory when an operation waits for their copy out, and return with the first operation after
-    their fetch. Copies take no time here (see `transfers.timed_moments`).
+    Offloaded bytes leave memory at the operation that waits for their copy out, and count again from the operation that
+    fetches them. Copies take no time here; `transfers.timed_moments` adds it.
     """
     check_sequence(sequence)
     simulate(chain, sequence)  # raises ValueError, naming the operation, if the sequence is not valid
@@ -93,7 +93,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one stage's output and of what its backward needs, in memory when the loss begins.
+    """Bytes of one stage's output and of the tensors saved for its backward, in memory when the loss begins.
 
     The plan keeps `kept_bytes`; plain training would keep `not_kept_bytes` more.
     """
@@ -105,10 +105,10 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanMemory:
-    """Bytes that a plan keeps when the loss begins, before the first backward, and those that it saves.
+    """Bytes in memory when the loss begins, by stage: those that a plan keeps, and those that only plain training does.
 
     `input_bytes` is the size of the chain's input, `beside_bytes` the size of tensors that bypass the chain (an
-    encoder's output, a skip connection). Both are in memory with every plan, so the sums leave them out.
+    encoder's output, a skip connection). Every plan has both in memory, so the sums leave them out.
     """
 
     stages: tuple[StageMemory, ...]
@@ -131,7 +131,7 @@ class PlanMemory:
 
 
 def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> PlanMemory:
-    """Return what `sequence` and plain training keep at the loss. Raises ValueError if `sequence` is not valid."""
+    """Return the bytes that `sequence` and plain training keep at the loss. Raises ValueError for an invalid one."""
     kept, plain = _kept(chain, sequence), _kept(chain, store_all(chain))
     stages = tuple(
         StageMemory(stage.name, planned, max(0, stored - planned))
@@ -141,7 +141,7 @@ def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> Plan
 
 
 def _kept(chain: Chain, sequence: Sequence) -> list[int]:
-    """Return, for every stage, the bytes of its output and of what it saved for its backward, when the loss begins."""
+    """Return, for every stage, the bytes of its output and of its saved tensors when the loss begins."""
     found, loss = moments(chain, sequence), sequence.index(Loss())
     before = found[loss - 1]  # the last operation before the loss; the loss itself if there are no stages
     return [before.inputs.get(i + 1, 0) + before.attached.get(i + 1, 0) for i in range(len(chain))]

@@ -1,9 +1,10 @@
 """Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a proven lower bound.
 
-For a price λ in seconds per moved byte, `Persistent` solves the chain in which moved bytes take memory only in their
-own forward and backward (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits,
-and is simulated; the fastest wins. Two variations are tried: lower limits, as copies in progress take memory; and
-stages that may only move their most, or their fewest, bytes, as a price does not count that copies wait in a queue.
+For a price λ in seconds per moved byte, `Persistent` solves a chain in which moved bytes take memory only during their
+stage's forward and backward (`priced`), which is the least that any plan with offloading needs. Each sequence found
+gets the times of its copies (`plan_moves`), and is simulated; the fastest is returned. Two variations are tried, too:
+lower limits, since copies in progress take memory; and chains in which a stage that offloads has to offload the most
+bytes that it can, or the fewest, since the price ignores that copies queue for the link.
 
 The bound (`lower_bound`): let C₁ be the compute seconds of a sequence up to the loss, C₂ those after it, and M the
 bytes that it moves, out before and back after the loss (Note [Moves] at `sequence.Moves`). With β bytes a second,
@@ -11,8 +12,9 @@ bytes that it moves, out before and back after the loss (Note [Moves] at `sequen
     T ≥ max(C₁, M / β_out) + max(C₂, M / β_in)
       = the most of  C₁ + C₂,  M / β_out + C₂,  C₁ + M / β_in,  M / β_out + M / β_in.
 
-C₁ lies between `least` and `most`, and `Persistent` has proven that C₁ + C₂ + λ M ≥ D(λ), its bound. So T ≥ the
-lowest point, over M, of the upper envelope of these lines for all λ solved, and the seconds of storing everything:
+C₁ lies between `least` and `most`, and `Persistent` has proven that C₁ + C₂ + λ M ≥ D(λ), its bound. So a plan that
+moves M bytes takes at least the highest of these lines, for all λ solved, and of the seconds of storing everything. The
+bound is the lowest such value over all M:
 
     D(λ) - λ M        D(λ) - λ M - most + M / β_out        least + M / β_in        M / β_out + M / β_in
 """
@@ -63,7 +65,7 @@ __all__ = [
 
 
 def priced(chain: Chain, price: float) -> Chain:
-    """Return `chain` with `price` more seconds per moved byte. Options that move bytes cannot run after the loss."""
+    """Return `chain` with `price` more seconds per moved byte. Forbids options that move bytes after the loss."""
     stages: list[Stage] = []
     for stage in chain.stages:
         options = [
@@ -79,14 +81,14 @@ def priced(chain: Chain, price: float) -> Chain:
             else option
             for option in stage.options
         ]
-        # Explicit, since costs without a graph default to those of the first option, which may include the price.
+        # Set both costs without a graph, since they default to the first option's, which may now include the price.
         nograd_time, nograd_temp = stage.seconds_without_graph, stage.temp_without_graph
         stages.append(replace(stage, options=tuple(options), nograd_time=nograd_time, nograd_temp=nograd_temp))
     return replace(chain, stages=tuple(stages))
 
 
 class Line(NamedTuple):
-    """A bound that is linear in the moved bytes: `seconds` for no byte, and `slope` more for every byte."""
+    """A lower bound of a step's seconds that is linear in the moved bytes: `seconds` + `slope` · bytes."""
 
     seconds: float
     slope: float
@@ -96,7 +98,7 @@ class Line(NamedTuple):
 
 
 def lower_bound(chain: Chain, link: Link, found: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return the bound's lowest point (moved bytes, seconds); `found` has (price, bound) of each priced chain."""
+    """Return (moved bytes, seconds), the bound and where it is reached; `found`: (price, D(price)) of priced chains."""
     out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
     forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
     least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
@@ -108,7 +110,7 @@ def lower_bound(chain: Chain, link: Link, found: Iterable[tuple[float, float]]) 
 
 
 def lowest_point(lines: list[Line]) -> tuple[float, float]:
-    """Return (bytes, seconds), the lowest point of the upper envelope of all lines, over zero bytes or more."""
+    """Return (moved bytes, seconds), the point with moved bytes ≥ 0 at which the highest of all lines is lowest."""
     crossings = [0.0]
     for one, other in combinations(lines, 2):
         if one.slope != other.slope:
@@ -116,20 +118,20 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
     return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
 
 
-_CLOSE = 0.005  # The search ends if the plan is slower than the best by at most this share: stage times err by more
-_NOT_FAR = 0.01  # Above this share, chains with fewer possible moves are tried, too: twice the time. Not measured.
+_CLOSE = 0.005  # Gap of a plan, as a share, at which the search ends: stage times err by more
+_NOT_FAR = 0.01  # Gap above which chains with fewer possible moves are tried, too: twice the time. Not measured.
 # First prices to try, as multiples of a byte's round-trip seconds, the last one first: one is negligible, the other so
-# high that only unavoidable moves remain. Not measured; wrong ends only cost solves.
+# high that only unavoidable moves remain. Not measured; wrong ones only cost solves.
 _ENDS = (64.0, 2.0**-10)
 _PRICES = 12  # Upper bound of the number of prices to try; five or six are typical. Not measured; too few slow plans.
-_SAME = 1e-6  # Prices with no larger relative difference count as equal, so that no price is solved twice
-# Room for copies in progress, as multiples of the most bytes that a stage moves. On chains of 40 to 70 stages, the best
-# plan had between half and three; the steps in between made it up to one percent faster.
+_SAME = 1e-6  # Relative difference up to which two prices count as equal, so that no price is solved twice
+# Bytes left free for copies in progress, as multiples of the most bytes that a stage moves. On chains of 40 to 70
+# stages, the best plan had between half and three; the values in between made it up to one percent faster.
 _ROOMS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 
 class MovingPlan(NamedTuple):
-    """A sequence, its moves, the `seconds` of a step with them, and a proven lower bound of any plan's seconds."""
+    """A sequence, its moves, the `seconds` of a step with both, and a proven lower bound of all plans' seconds."""
 
     sequence: Sequence
     moves: Moves
@@ -142,9 +144,9 @@ class MovingPlan(NamedTuple):
 
 
 def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> MovingPlan:
-    """Return the fastest sequence found within `limit` bytes, chain input included, with its copies over `link`.
+    """Return the fastest plan found within `limit` bytes, chain input included: a sequence and its copies over `link`.
 
-    It is no slower than the best sequence found without moves. The bound holds for memory-persistent sequences whose
+    It is no slower than the fastest sequence found without moves. The bound holds for memory-persistent sequences whose
     copies obey Note [Moves]. Raises InfeasibleError, with the exact least limit, if even moving as much as possible
     does not fit; ValueError if the limit is not a number of bytes.
     """
@@ -174,9 +176,9 @@ class _Search:
     bound: float = 0.0  # Lower bound in seconds, proven
 
     def explore(self, chain: Chain, room: int) -> None:
-        """Solve `chain` for the prices near the lowest point of the bound, with `room` bytes left for copies."""
+        """Solve `chain` for prices ever nearer to the one that decides the bound, with `room` bytes left for copies."""
         limit, found, known = self.limit - room, list[tuple[float, float]](), list[tuple[int, float]]()
-        # A bound for a lower limit, or for fewer possible moves, does not hold for the whole problem.
+        # A bound proven for a lower limit, or for fewer possible moves, does not hold for all plans within the limit.
         certifies = room == 0 and chain is self.chain
         program = Persistent(self.slots, THOROUGH if certifies else BRIEF, work=0)
         with suppress(InfeasibleError):
@@ -197,7 +199,7 @@ class _Search:
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
         """Keep `sequence` if it is the fastest so far. Return the bytes it may move, and its seconds without copies."""
-        # Equal stages cost the same at any price; a timetable prefers early ones, whose copies have the most time.
+        # The solver may move any of several equal stages; from all of them, `plan_moves` chooses those with most time.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
             moves = plan_moves(self.chain, each, self.link, self.limit)
             settled = without_idle_moves(self.chain, each, moves)
@@ -209,13 +211,13 @@ class _Search:
     def plan(self) -> MovingPlan:
         assert self.best is not None
         sequence, moves, seconds = self.best
-        bound = min(self.bound, seconds)  # only rounding could make the bound higher than the time of a real step
+        bound = min(self.bound, seconds)  # the bound can exceed a plan's seconds only by rounding errors
         return MovingPlan(Sequence(sequence, "moving", bound), moves, seconds, bound)
 
 
 def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
-    """Return `chain` with only those options that move no bytes, or as many as `pick` chooses for their stage."""
-    # Other options stay in the list, as sequences refer to options by index, but need more memory than any limit.
+    """Return `chain` with only the options that move no bytes, or the most (or fewest, by `pick`) of their stage."""
+    # The others stay in the list, since sequences have the indices of options, but now need more than any limit.
     never = partial(replace, moved=0, forward_temp=LARGEST_SIZE)
     stages: list[Stage] = []
     for stage in chain:
@@ -227,7 +229,7 @@ def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
 
 
 def _price_between(known: list[tuple[int, float]], moved: float, tried: list[float]) -> list[float]:
-    """Return, in a list, the price at which the `known` points around `moved` bytes cost the same; none if tried."""
+    """Return [price] at which the two `known` (moved bytes, seconds) around `moved` cost the same, or [] if tried."""
     more = min((each for each in known if each[0] > moved), default=None)
     less = max((each for each in known if each[0] <= moved), default=None, key=lambda each: (each[0], -each[1]))
     if more is None or less is None or less[1] <= more[1]:
@@ -237,7 +239,7 @@ def _price_between(known: list[tuple[int, float]], moved: float, tried: list[flo
 
 
 def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
-    """Let every forward of `sequence` before the loss use the option that moves most at no extra cost."""
+    """Let every forward before the loss use the option that moves the most bytes and costs no more than its own."""
     operations, loss = list(sequence), sequence.index(Loss())
     for position, operation, options, own in _enabled(chain, sequence):
         alike = [k for k, each in enumerate(options) if each.moved > own.moved and _no_worse(each, own)]
@@ -247,7 +249,7 @@ def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
 
 
 def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequence:
-    """Replace options whose `moved` bytes do not move, if an option without such bytes costs and keeps no more."""
+    """Where a stage does not move, replace an option with `moved` bytes by one without that costs and keeps no more."""
     operations, moving, loss = list(sequence), moves.stages, sequence.index(Loss())
     for position, operation, options, own in _enabled(chain, sequence):
         alike = [k for k, each in enumerate(options) if own.moved and not each.moved and _no_worse(each, own)]
@@ -271,9 +273,10 @@ def _no_worse(one: Option, other: Option) -> bool:
 def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Moves:
     """Return moves of `sequence` with which a step stays within `limit` bytes, however slow the link.
 
-    Waits as late and fetches as early as memory allows, both optimal for given trips: copies out end in the order in
-    which they begin, and copies back begin in the order of the backwards that need them. A stage does not move if that
-    fits and takes no longer over `link`. Raises InfeasibleError if even moving as much as possible does not fit.
+    Operations wait for copies out as late, and copies back begin as early, as memory allows, which is optimal once it
+    is decided which stages move. Copies out end in the order in which they begin, and copies back begin in the order of
+    the backwards that need them. A stage does not move if that fits and takes no longer over `link`. Raises
+    InfeasibleError if even moving as much as possible does not fit.
     """
     check_link(link)
     step = _TimedSequence(chain, sequence, link, bytes_of_limit(limit))
@@ -288,7 +291,7 @@ def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Move
 
 
 class _TimedSequence:
-    """A sequence's operations, by position, with their costs without moves, and the search for its timetable."""
+    """Seconds and peak bytes of a sequence's operations without moves, by position, and the search for its `Moves`."""
 
     def __init__(self, chain: Chain, sequence: Sequence, link: Link, limit: int) -> None:
         found = moments(chain, sequence)
@@ -297,7 +300,7 @@ class _TimedSequence:
         self.link, self.limit = link, limit
 
     def bytes_while_away(self, trips: Several[Trip]) -> list[int]:
-        """Return each operation's peak in bytes if `trips` are in memory only during their forward and backward."""
+        """Return each operation's peak if the bytes of `trips` are in memory only in their forward and backward."""
         change = [0] * (len(self.during) + 1)
         for trip in trips:
             change[trip.forward + 1] -= trip.moved
@@ -305,7 +308,7 @@ class _TimedSequence:
         return [most + away for most, away in zip(self.during, accumulate(change), strict=False)]
 
     def timetable(self, trips: Several[Trip]) -> Moves | None:
-        """Return moves for `trips`, given in the order of their forwards; None if they do not fit."""
+        """Return moves for `trips`, which are in the order of their forwards; None if none fit in the limit."""
         room = [self.limit - most for most in self.bytes_while_away(trips)]
         if min(room) < 0:
             return None
@@ -334,9 +337,9 @@ class _TimedSequence:
         return Moves(tuple(map(tuple, wait_out)), tuple(map(tuple, fetch)))
 
     def fewest(self, trips: Several[Trip], moves: Moves) -> Moves:
-        """Return the moves of a minimal subset of `trips` that takes no longer than `moves`, which has all trips."""
+        """Return moves without every trip whose removal fits and takes no longer; `moves` has all of `trips`."""
         moving, best, seconds = list(trips), moves, self.seconds(trips, moves)
-        untried = deque(reversed(moving))  # trips next to the loss have the least time, so they are left out first
+        untried = deque(reversed(moving))  # late trips first, since their copies have the least time before the loss
         refused: list[Trip] = []
         while untried:
             trip = untried.popleft()

@@ -15,7 +15,7 @@ from rotor_solver.simulate import simulate
 
 
 def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range], algorithm: str = "") -> Sequence:
-    """Return the sequence that recomputes each segment of `again` right before the backward of its last stage."""
+    """Return the sequence that runs `forwards` and recomputes each segment of `again` before its first backward."""
     stored = list(forwards)
     starts, ends = {}, {}
     for segment in again:
@@ -41,7 +41,7 @@ def fastest_forwards(chain: Chain) -> list[ForwardEnable]:
 
 
 def segments_from(starts: Iterable[int], length: int) -> list[range]:
-    """Return the segments of a chain of `length` stages that begin at `starts`, which increase from 0."""
+    """Return the segments of a chain of `length` stages that begin at the stages `starts`, which increase from 0."""
     return [range(low, high) for low, high in pairwise([*starts, length])]
 
 
@@ -52,9 +52,9 @@ def even_segments(length: int, count: int) -> list[range]:
 
 
 def store_all(chain: Chain) -> Sequence:
-    """Return the sequence that runs every stage once, by its fastest option, and stores everything: none is faster.
+    """Return the sequence that runs every stage once, by its fastest option, and stores everything.
 
-    Its `lower_bound` is its own makespan.
+    No sequence is faster, so its `lower_bound` is its own makespan.
     """
     sequence = recompute_segments(fastest_forwards(chain), [])
     return Sequence(sequence, "store-all", lower_bound=simulate(chain, sequence).makespan)
@@ -62,7 +62,7 @@ def store_all(chain: Chain) -> Sequence:
 
 @within_memory
 def recompute_all(chain: Chain) -> Sequence:
-    """Return the memory-persistent sequence of least peak. Chains over 2,500 stages are planned in groups of stages."""
+    """Return the memory-persistent sequence with the least peak (with a low one for chains of over 2,500 stages)."""
     check_chain(chain)
     if (groups := joined(chain)) is not None:
         return Sequence(fine_sequence(chain, groups, recompute_all(coarse_chain(chain, groups))), "recompute-all")
@@ -71,7 +71,7 @@ def recompute_all(chain: Chain) -> Sequence:
 
 
 def least_sequence(costs: Costs, least: Ints) -> Sequence:
-    """Return `recompute_all(chain)`, given `costs` and the table [2, L+1, L+1] of `least_memory`."""
+    """Return `recompute_all(chain)`, given the chain's `costs_of` and `least_memory`."""
     return Sequence(operations_of(len(costs.activation) - 1, partial(least_choice, costs, least)), "recompute-all")
 
 
@@ -79,7 +79,7 @@ def least_sequence(costs: Costs, least: Ints) -> Sequence:
 def min_bytes(chain: Chain) -> int:
     """Return the least limit in bytes within which a memory-persistent sequence fits, the chain's input included.
 
-    Exact for up to 2,500 stages. Longer chains are planned in 400 groups of stages, which may need a higher limit.
+    Exact for up to 2,500 stages. The stages of longer chains are merged into 400 groups, which may need a higher limit.
     """
     check_chain(chain)
     if (groups := joined(chain)) is not None:

@@ -70,17 +70,17 @@ Operation = ForwardEnable | ForwardCheck | ForwardNograd | Loss | Backward
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """For each operation of a sequence, the copies to host memory to await, and those back to begin. # Note [Moves]
+    """Copies of offloading: those to wait for before each operation, and those back to begin then. # Note [Moves]
 
     1. A stage moves (is offloaded) if it is in `fetch`. Its forward before the loss must use an option with `moved`
        bytes, and the copy out begins as soon as that forward ends. A stage that is not in `fetch` keeps these bytes in
        memory, and so does every forward after the loss, whatever its option.
-    2. Copies of one direction run one after another, in the order in which they begin. The two directions do not wait
-       for each other.
+    2. Copies of one direction run one after another, in the order in which they begin. Copies of the two directions run
+       at the same time.
     3. `wait_out[position]` are the stages whose copy out must be over before the operation begins. Every stage that
        moves is listed once, no later than at the first operation after the loss. So all copies out are over then.
     4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after its
-       waits; always after the loss. The stage's bytes count from here on, even if its copy has to wait for others.
+       waits; always after the loss. The stage's bytes count from then on, even while its copy is queued behind others.
     5. The backward of a stage waits for its copy back.
 
     So the peak memory depends only on the positions of waits and fetches; the speed of copies changes only the time.
@@ -105,12 +105,12 @@ _TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+
 
 @dataclass(frozen=True, slots=True)
 class Sequence(collections.abc.Sequence[Operation]):
-    """An immutable list of operations. Two are equal if their operations, `beside` and `moves` are.
+    """An immutable list of operations. Two sequences are equal if their operations, `beside` and `moves` are.
 
-    `algorithm` names the algorithm that found the sequence. No sequence that drops checkpoints only at the backward
-    that uses them is faster within the same limit than `lower_bound` seconds; None if unknown. `moves` has the copies
-    of offloading; None without any. `beside` has those of further forwards in flight; empty if all use this sequence.
-    With several forwards, `lower_bound` is that of all, shared equally. Raises ValueError if an item is no operation.
+    `algorithm` names the algorithm that found the sequence. Within the limit that it was found for, no sequence that
+    drops checkpoints only at the backward that uses them takes less than `lower_bound` seconds; None if unknown.
+    `moves` has the copies of offloading, or is None. `beside` has the sequences of further forwards in flight; empty if
+    all use this one. `lower_bound` is then an equal share of all. Raises ValueError if an item is no operation.
     """
 
     operations: tuple[Operation, ...]
@@ -142,7 +142,7 @@ class Sequence(collections.abc.Sequence[Operation]):
 
     @classmethod
     def parse(cls, text: str) -> Sequence:
-        """Parse the output of `str`, with or without brackets. Raises ValueError naming the first invalid token."""
+        """Parse the text of `str(sequence)`, with or without brackets. Raises ValueError naming an invalid item."""
         check_type(text, str, "text", "pass the output of str(sequence)")
         inside = text.strip().removeprefix("[").removesuffix("]").strip()
         tokens = [token.strip() for token in inside.split(",")] if inside else []

@@ -1,4 +1,4 @@
-"""Exact simulator: the memory of a sequence, in bytes, during and after every operation.
+"""Exact simulator of a sequence: seconds, and bytes in memory during and after every operation.
 
 It shares no code with the solvers, and verifies the sequences that they find.
 """
@@ -42,7 +42,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 
 def skipped_outputs(sequence: Sequence) -> frozenset[int]:
-    """Return the positions of forwards right before the stage's own backward: nothing reads their output."""
+    """Return the positions of forwards right before the stage's own backward: their output is not computed."""
     operations = listed(sequence, "sequence")
     return frozenset(
         position
@@ -55,12 +55,12 @@ def skipped_outputs(sequence: Sequence) -> frozenset[int]:
 class _Attached:
     option: Option
     replayed: bool
-    freed: int = 0  # Bytes of the a_i inside this ā_i that were freed before the backward of stage i - 1
+    freed: int = 0  # Bytes of the a_i inside this ā_i that were freed after the forward of stage i
     away: bool = False  # Whether the option's `moved` bytes are in host memory now
 
 
 class Machine:
-    """Simulated memory while `sequence` runs; it has `held` bytes. `loss_done` tells whether the loss has run."""
+    """Simulated memory while `sequence` runs: `held` bytes now. `loss_done` tells whether the loss has run."""
 
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
         check_chain(chain)
@@ -72,9 +72,9 @@ class Machine:
         self.plain: dict[int, int] = {}  # Bytes of every a_i that is stored by itself, not inside an ā_i
         self.attached: dict[int, _Attached] = {}
         self.deltas: set[int] = set()
-        # What holds the first a_L: at first "none", then "plain" (a_L) or "attached" (ā_L), at last only "caller".
+        # Where the first a_L is: "none" yet, then "plain" (by itself) or "attached" (in ā_L), at last only "caller".
         self.output = "none"
-        # By stage, the position of its last forward. From then on, only the stage's backward reads the stage's input.
+        # By stage, the position of its last forward: after it, only backwards read the stage's input.
         self.last_forward = {
             each.stage: position
             for position, each in enumerate(sequence)
@@ -173,7 +173,7 @@ class Machine:
         self.held += self.chain.stages[stage].gradient
         self.seconds += kept.option.backward_time
         temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
-        # `temp` was measured with all of ā in memory, so the part of ā that was freed does not lower the peak.
+        # `temp` is the peak less all of ā, measured with all of ā in memory: add back the part that was freed.
         return max(before + kept.freed + self.activation[stage] + temp, self.held)
 
     def move_out(self, stage: int) -> None:
@@ -209,7 +209,7 @@ class Machine:
         self.held += self.activation[index]
 
     def _note_output(self, index: int, where: str) -> None:
-        """Record what holds the first a_L, which the caller receives. A recomputed a_L is separate memory."""
+        """Record where the first a_L is: the caller receives this one. A recomputed a_L is another tensor."""
         if index == len(self.chain) and self.output == "none":
             self.output = where
 

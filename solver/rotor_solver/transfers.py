@@ -1,6 +1,6 @@
-"""Simulate the copies of a step with offloading: the link, the bytes that a sequence may move, and their times.
+"""Simulate the copies of a step with offloading, and how long operations wait for them.
 
-The simulator has one queue of operations, and a queue of copies for each direction of the link.
+The simulator has one queue of operations, and a queue of copies for each direction of the link to host memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rotor_solver.simulate import Machine, simulate
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bandwidth to and from host memory in bytes per second, while both directions are busy with copies.
+    """Bandwidth to and from host memory in bytes per second, each while the other direction is busy, too.
 
     Raises ValueError if a rate is not finite and above zero.
     """
@@ -50,7 +50,7 @@ def check_link(link: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """`moved` bytes of a stage that may be offloaded between the positions `forward` and `backward` of a sequence."""
+    """`moved` bytes of a stage that may be offloaded between its operations at positions `forward` and `backward`."""
 
     stage: int
     moved: int
@@ -59,7 +59,7 @@ class Trip:
 
 
 def trips_of(chain: Chain, sequence: Sequence) -> tuple[Trip, ...]:
-    """Return all trips of a valid sequence, in the order of the forwards; only forwards before the loss have trips."""
+    """Return a trip for each forward before the loss whose option has `moved` bytes, in order, of a valid sequence."""
     before = sequence.operations[: sequence.index(Loss())]
     backward = {each.stage: place for place, each in enumerate(sequence) if isinstance(each, Backward)}
     found = []
@@ -84,11 +84,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class MovesSimulation:
-    """Seconds and bytes of a step. `begin` has the second at which each operation begins, `during` its peak in bytes.
+    """Seconds and bytes of a step: for each operation, the second of its `begin`, and its peak bytes, `during`.
 
-    `waiting` are the seconds in which operations wait for copies; `makespan` includes them. `moved` bytes go out, and
-    as many come back. If a copy out is under way when an operation begins, its bytes are in memory during all of it.
-    `transfers` are all copies, in the order of their requests.
+    `waiting` is the seconds in which operations wait for copies; `makespan` includes them. `moved` bytes go out, and
+    as many come back. If a copy out is under way when an operation begins, its bytes count during all of the operation.
+    `transfers` are all copies, in the order in which they enter a queue.
     """
 
     makespan: float
@@ -101,7 +101,7 @@ class MovesSimulation:
 
 
 def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -> MovesSimulation:
-    """Return the time and memory of `sequence` on `chain` with the copies `moves` over `link`, as `simulate` does.
+    """Return the time and memory of `sequence` on `chain`, like `simulate`, with the copies `moves` over `link`.
 
     Raises ValueError for a sequence that is not valid, and for moves that break a rule of Note [Moves].
     """
@@ -141,7 +141,7 @@ class CopyQueues:
         self._moves, self._link = moves, link
 
     def begin(self, position: int) -> float:
-        """Wait for copies and begin those back, as the moves say; return the second at which the operation begins."""
+        """Wait for copies out, begin copies back, wait for the operation's own; return the second of its begin."""
         for stage in self._moves.wait_out[position]:
             self._wait(self.out_end[stage])
         for stage in self._moves.fetch[position]:
@@ -152,7 +152,7 @@ class CopyQueues:
         return self.now
 
     def run(self, position: int, seconds: float) -> None:
-        """Run the operation, and begin the copy out of its bytes."""
+        """Let `seconds` pass for the operation; then queue its copy out, if its stage moves."""
         self.now += seconds
         if position in self._leaving:
             trip = self._leaving[position]
@@ -171,7 +171,7 @@ class CopyQueues:
 
 
 def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> list[Trip]:
-    """Return the trips of `moves`, in the order of the forwards. Raises ValueError for moves that break a rule."""
+    """Return the trips that `moves` makes, by forward. Raises ValueError for moves that violate Note [Moves]."""
     if not len(moves.wait_out) == len(moves.fetch) == len(sequence):
         message = f"moves must be for {len(sequence)} operations, got {len(moves.wait_out)} and {len(moves.fetch)}"
         numbers = {"got": len(moves.wait_out), "needs": len(sequence)}
@@ -204,7 +204,7 @@ def _wrong_move(text: str, kind: str, stage: int, position: int) -> InvalidValue
 
 
 def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Moment, ...]:
-    """Return `moments`, begun later where they wait for copies over `link`. Raises ValueError like `simulate_moves`."""
+    """Return `moments`, with begins delayed by waits for copies over `link`. Raises ValueError as `simulate_moves`."""
     found = moments(chain, sequence)
     if link is None or sequence.moves is None:
         return found
@@ -213,7 +213,7 @@ def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[
 
 
 def transfers(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Transfer, ...]:
-    """Return all copies of a step over `link`, with their times. Raises ValueError like `simulate_moves`."""
+    """Return all copies of a step over `link`, none without link or moves. Raises ValueError as `simulate_moves`."""
     check_sequence(sequence)
     if link is None or sequence.moves is None:
         return ()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Progress = Callable[[int, int, str], None]
-"""Called with the amount of work done, the total amount (0 if unknown), and a description of the work."""
+"""Called with (amount of work done, total amount or 0 if unknown, description of the work)."""
 
 _watching: ContextVar[Progress | None] = ContextVar("rotor_solver.watching", default=None)
 
@@ -16,7 +16,8 @@ _watching: ContextVar[Progress | None] = ContextVar("rotor_solver.watching", def
 def watched(progress: Progress) -> Iterator[None]:
     """Inside this context and thread, solvers call `progress(done, total, what)` from time to time.
 
-    `done` and `total` count steps of filling a table, limits of a frontier, or parts of a pipeline, as `what` says.
+    `done` and `total` are numbers of pairs of slots in a table, limits of a frontier, or parts of a pipeline; `what`
+    tells which. `total` is 0 if unknown.
     """
     token = _watching.set(progress)
     try:
