@@ -110,7 +110,8 @@ class Sequence(collections.abc.Sequence[Operation]):
     `algorithm` names the algorithm that found the sequence. Within the limit that it was found for, no sequence that
     drops checkpoints only at the backward that uses them takes less than `lower_bound` seconds; None if unknown.
     `moves` has the copies of offloading, or is None. `beside` has the sequences of further forwards in flight; empty if
-    all use this one. `lower_bound` is then an equal share of all. Raises ValueError if an item is no operation.
+    all use this one. With several forwards, `lower_bound` is an equal share of the bound for all of them together.
+    Raises ValueError if an item is no operation.
     """
 
     operations: tuple[Operation, ...]

@@ -1,4 +1,4 @@
-"""Find the fastest memory-persistent sequence: in it, a checkpoint is dropped only at the backward that uses it."""
+"""Find the fastest memory-persistent sequence: it drops a checkpoint only at the backward that uses the checkpoint."""
 
 from rotor_solver.persistent.recurrence import Persistent
 

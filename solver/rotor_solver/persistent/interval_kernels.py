@@ -1,8 +1,8 @@
 """Kernels that find the least memory of all intervals of a chain, and build sequences from a complete table.
 
 The interval [i, l] has two states, as in `table_kernels`: in state 0, a_i is stored by itself; in state 1, it is part
-of the ā_i that the previous stage saved. A choice for an interval is an integer: k ≥ 0 is option k of stage i, j < 0 is
-the checkpoint at a_{-j}. `table_kernels` describes the other arguments.
+of the ā_i that the previous stage saved. The code of a choice for an interval is an integer: k ≥ 0 for Fe_i with option
+k, or -j < 0 for CF_i with a checkpoint at a_j. `table_kernels` describes the other arguments.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INFINITE = np.int64(2**62)  # Bytes: more than any need, and adding a size does 
 
 @compiled()
 def least_memory(costs: Any) -> np.ndarray:
-    """Return the least m, in bytes, for which Opt(i, l, m) is finite: [2, L+1, L+1], by (state, i, l).
+    """Return the least bytes m for which Opt(i, l, m) is finite: [2, L+1, L+1], by (state, i, l).
 
-    Solves the recurrence of `table_kernels.fill` for memory in place of time. The result decides which limits are
+    This is the recurrence of `table_kernels.fill` with bytes in place of seconds. The result decides which limits are
     refused, where the rows of a table begin, and which choices `descend` may make.
     """
     length = len(costs.activation) - 1
@@ -51,10 +51,10 @@ def least_memory(costs: Any) -> np.ndarray:
 def estimate(
     flat: np.ndarray, rows: Any, full: Any, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
 ) -> float:
-    """Interpolate Opt for exactly `memory` bytes between two slots and two rows; `blend` 0 gives the lower bound.
+    """Interpolate Opt for exactly `memory` bytes between two slots and two rows; `blend` 0 gives a lower bound.
 
-    The lower bound is too low: it reads the next slot above, in a row that may end at an earlier stage. The slot below,
-    and the next row, which ends at a later stage, are too high. `blend` is the weight of the latter.
+    The lower bound reads the next slot above, in a row that may end at an earlier stage, so it is too low. The slot
+    below, and the next row, which ends at a later stage, give times that are too high: `blend` is their weight.
     """
     i, length = grid.stage[s], len(grid.band)
     if memory >= full[grid.state[s]][i][last]:
@@ -73,7 +73,7 @@ def estimate(
 def between_slots(
     flat: np.ndarray, rows: Any, grid: Any, s: int, row: int, memory: int, blend: float, cut: float
 ) -> float:
-    """Interpolate a row's time for exactly `memory` bytes between two slots; `blend` 0 reads the slot above."""
+    """Interpolate a row's time for exactly `memory` bytes; `blend`: weight of the slot below against the slot above."""
     beyond, at, high = memory - grid.offset[s], rows.position[row], rows.high[row]
     m = min(max(0, -(-beyond // grid.unit)), grid.width - 1)
     if m < rows.begin[row]:
@@ -99,16 +99,16 @@ def descend(
     blend: float,
     enough: float,
 ) -> tuple[np.ndarray, float]:
-    """Return the choices of a sequence for `memory` bytes, at least least[0, 0, L], and its seconds beyond storing all.
+    """Return the choices of a sequence for `memory` bytes, and how much longer it takes than storing everything.
 
-    Memory is counted in exact bytes; the table only guides the choices. A choice is allowed only if each of its parts
-    gets its exact least memory, so every descent ends in a sequence that fits. Choices are coded as in the docstring of
-    this file, in the order in which `operations_of` asks for them. Returns no choices and an infinite time if the
-    sequence takes more than `enough`.
+    Memory is counted in exact bytes; the table only tells which choices are fast. A choice is allowed only if each of
+    its parts gets its exact least memory, so that the sequence fits if `memory` is at least least[0, 0, L]. Choices are
+    coded as in the docstring of this file, in the order in which `operations_of` asks for them. Returns no choices and
+    an infinite time if the sequence takes more than `enough`.
     """
     length = len(grid.band)
     choices = np.empty(4 * length + 16, np.int64)  # doubled below when it is full, as the number of choices is unknown
-    # [pending, 4] pending intervals: state, i, l, and bytes. They are disjoint, so there are hardly more than stages.
+    # [pending, 4] state, i, l and bytes of pending intervals: at most one for each stage and the loss, as none overlap.
     stack = np.empty((2 * length + 16, 4), np.int64)
     count, depth, seconds = 0, 1, 0.0
     stack[0] = np.array([0, 0, length, memory])

@@ -1,7 +1,7 @@
 """Data of a chain that all its tables share, and the layout of tables in slots and rows.
 
-Every row has its own offset in bytes, so that only checkpoints are rounded (Note [Rows and windows] in
-`table_kernels`). Of long intervals, only some have rows. In chains of repeated blocks, equal rows share their numbers.
+Every row has its own offset in bytes, so that mainly checkpoints are rounded to slots (Note [Rows and windows] in
+`table_kernels`). Of long intervals, only some have rows. In chains of repeated blocks, equal rows share their times.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Spacing(NamedTuple):
 
     For d < 2 · parts · period, intervals have rows if they end at a whole period; for d < 4 · parts · period, at every
     second period, and so on: about `parts` rows for every doubling of d. Periods are counted back from stage L-1. If
-    [i, l] has a row, so has [i+1, l], which Fe_i reads: a row that ends earlier would loosen the bound with every Fe.
+    [i, l] has a row, so has [i+1, l], whose times Fe_i reads: times of a row that ends earlier would lower the bound.
     """
 
     parts: int
     period: int = 1
 
     def ended(self, length: int) -> NDArray[np.bool_]:
-        """Return whether [i, l] has a row of its own: [L, L] by (i, l)."""
+        """Return, by (i, l), whether the interval [i, l] has a row of its own: [L, L]."""
         stages = np.arange(length)
         distance = stages - stages[:, None]
         periods = distance // (self.parts * self.period)
@@ -44,13 +44,13 @@ class Spacing(NamedTuple):
 
 
 def stops_of(ended: NDArray[np.bool_]) -> Ints:
-    """Return stop [L]: a row that ends at stage l also stands for intervals that end at l + 1, …, stop[l]-1."""
+    """Return stop, [L]: a row that ends at stage l stands for intervals that end at stages l … stop[l]-1."""
     length = len(ended)
     if not length:
         return np.zeros(0, np.int64)
     following = np.where(ended, np.arange(length), length)
     following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
-    first = ended.argmax(axis=0)  # the longest interval that ends at l: it has the longest gap to the next end
+    first = ended.argmax(axis=0)  # i of the longest interval that ends at l: the next row from i ends farthest from l
     stages = np.arange(length)
     stop: Ints = np.append(following, np.full((length, 1), length), axis=1)[first, stages + 1]
     return stop
@@ -66,8 +66,8 @@ class Grid(NamedTuple):
     states of a stage share a node if they cost the same.
 
     The interval from node s to stage l < L has row row[s, l], if l ≤ band[stage[s]]; the interval from node s to the
-    loss has row tail + s. An interval without its own row uses a row that ends earlier, at stage last[row]. Without its
-    last stages it is no slower, so the table stays a lower bound.
+    loss has row tail + s. An interval without its own row uses a row that ends earlier, at stage last[row]. That gives
+    a lower bound of its time, since it takes no longer without its last stages.
     """
 
     unit: int  # Bytes from one slot to the next
@@ -75,7 +75,7 @@ class Grid(NamedTuple):
     stage: Ints  # [nodes] the stage; L for the loss
     # [nodes] 1 if the stage's input is part of the previous stage's ā, 0 if it is stored by itself or costs the same.
     state: Ints
-    node: Ints  # [2, L+1] the node of stage i, by (state, i)
+    node: Ints  # [2, L+1] by (state, i), the node of stage i
     offset: Ints  # [nodes] bytes that slot 0 of the node's rows stands for
     # [L+1] slots that a checkpoint a_j takes from a row with offset ≤ remainder[j]; it takes one less from other rows.
     slots: Ints
@@ -83,7 +83,7 @@ class Grid(NamedTuple):
     start: Ints  # [nodes] index of the first row of the node
     band: Ints  # [L] the last l < L such that a useful plan can have the interval [i, l]
     row: Ints  # [nodes, L+1] index of the row for the interval from a node to a stage; -1 if there is none
-    # [L+1, L+1] the row of the interval from a checkpoint at a_j to stage l, by (l, j): contiguous for loops over j.
+    # [L+1, L+1] by (l, j), the row of the interval from a checkpoint at a_j to stage l: contiguous for loops over j.
     after: Ints
     last: Ints  # [rows] the stage at which the row ends; L for the loss
     stop: Ints  # [L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1
@@ -93,24 +93,24 @@ class Grid(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Slot m of a row is number position + m of the table, for begin ≤ m < high. All arrays are [rows].
+    """Where each row's times lie in the table: that of slot m, begin ≤ m < high, at position + m. All are [rows].
 
-    Below `begin`, no plan is useful: it takes longer than `limit`. From `high` on, the time is `final`: zero if the
-    whole interval is stored, else the last number, as no useful plan has so much memory for the interval.
+    Below `begin`, all plans take longer than `limit`, or none fits. From `high` on, the time is `final`: zero if the
+    whole interval is stored there, else the time of the last slot, as no useful plan gives the interval more memory.
     """
 
-    begin: Ints  # First slot; grows when a row is complete and its first numbers turn out to be above `limit`
+    begin: Ints  # First slot; moved up when the row is complete, past times above `limit`
     high: Ints  # Slot after the last one
-    position: Ints  # Index in the table of what would be slot 0; may be negative
-    limit: Floats  # Times in the unit of the table; negative if no plan is useful
-    final: Floats  # Times; infinite until the row is complete if it will be the row's last number
+    position: Ints  # Index in the table that slot 0 would have; may be negative
+    limit: Floats  # Longest time of useful plans, in the unit of the table; negative if no plan is useful
+    final: Floats  # Time from `high` on; infinite at first if it is to be the time of the row's last slot
 
 
 class Windows(NamedTuple):
     """Memory of each interval in plans that may beat the best known: arrays [nodes, L+1], by first node and last stage.
 
-    Such a plan has `low` to `high` bytes for the interval, and takes at least `outside` seconds outside of it, which
-    is infinite if no such plan has the interval.
+    Such a plan gives the interval `low` to `high` bytes, and takes at least `outside` seconds outside of it, beyond
+    those of storing everything. `outside` is infinite if no such plan has the interval.
     """
 
     low: Ints
@@ -171,9 +171,9 @@ def nodes_of(grid: Grid) -> Ints:
 
 
 def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
-    """Return the offset of every stage's rows, [L+1] bytes, reusing that of an earlier stage of the same kind if close.
+    """Return the offset of every stage's rows, [L+1] bytes, reusing that of an earlier, equal stage if it is close.
 
-    Equal offsets let rows share their numbers. All stages together lose at most one slot to reuse.
+    Rows with equal offsets can share their times. Reuse makes all stages together lose at most one slot of memory.
     """
     offset = [room % unit]
     seen: dict[tuple[int, ...], list[int]] = {}
@@ -190,11 +190,11 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
 def rows_of(
     least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, windows: Windows, cut: float, owner: Ints
 ) -> tuple[Rows, int]:
-    """Lay out rows in a table; return them, and how many numbers the table has.
+    """Lay out rows in a table; return them, and how many times the table has room for.
 
-    A row takes the widest bounds of all the intervals that it stands for. `least` and `full` are [2, L+1, L+1], in
-    bytes; `later` is [L+1]; `later` and `windows.outside` have the unit of `cut`. A row shares the numbers of row
-    owner[row], which begins where the first of its sharers begins, and ends where the last of them ends.
+    A row has the widest bounds of all the intervals that it stands for. `least` and `full` are [2, L+1, L+1], in
+    bytes; `later` is [L+1]; `later` and `windows.outside` have the unit of `cut`. A row shares the times of row
+    owner[row], whose slots range from the lowest `begin` to the highest `high` of all rows that share its times.
     """
     length, first, nodes = len(grid.band), grid.last, nodes_of(grid)
     ends = np.full(len(first), length + 1)
@@ -204,8 +204,8 @@ def rows_of(
     # Arrays by interval; intervals of the same row are neighbours.
     s, last = np.repeat(nodes, counts), np.arange(counts.sum()) + np.repeat(first - starts, counts)
     i, state, offset = grid.stage[s], grid.state[s], grid.offset[s]
-    # An interval that ends before the loss is recomputed after it. Its stages already ran once without a graph, and the
-    # stages after it took at least `later` longer than stored. Both times are subtracted from the cut.
+    # An interval that ends before the loss runs after the loss, as a recomputation. Subtract from the cut the seconds
+    # of its first run, without a graph, and `later`, by which the stages after it take at least longer than stored.
     following = np.minimum(last + 1, length)
     time = np.where(last < length, cut - later[following] - (costs.split[following] - costs.run[i]), cut)
     limit = np.maximum.reduceat(np.minimum(time, cut - windows.outside[s, last]), starts)
@@ -232,14 +232,14 @@ def rows_of(
     return Rows(begin[owner], most[owner], position[owner], limit[owner], final[owner]), int(sizes.sum())
 
 
-# Number of stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured.
+# Upper bound of a period, in stages: longer ones repeat too few times for shared rows to save much. Not measured.
 _LONGEST_PERIOD = 64
-# Least share of a chain that must repeat without a break. Not measured; a wrong value only costs time.
+# Lower bound of the share of a chain that repeats a period without a break. Not measured; a wrong value costs time.
 _REPEATED = 0.87
 
 
 def kinds_of(chain: Chain) -> Ints:
-    """Return an identifying number for every stage, [L], equal for stages that cost the same."""
+    """Return a number for every stage, [L]: the same for stages with the same costs."""
     numbers: dict[object, int] = {}
     bare = (
         replace(stage, name="", options=tuple(replace(option, name="") for option in stage.options))
@@ -249,8 +249,7 @@ def kinds_of(chain: Chain) -> Ints:
 
 
 def period_of(kinds: Ints) -> int:
-    """Return the shortest period in stages with which most of the chain repeats; 0 if there is none."""
-    # Short periods first, since every multiple of a period is also a period.
+    """Return the shortest period, in stages, with which at least `_REPEATED` of the chain repeats; 0 without any."""
     length = len(kinds)
     for period in range(1, min(_LONGEST_PERIOD, length // 8) + 1):
         breaks = np.flatnonzero(np.append(np.concatenate([[True], kinds[:-period] != kinds[period:]]), True))
@@ -260,7 +259,7 @@ def period_of(kinds: Ints) -> int:
 
 
 def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
-    """Return a slot size of at most `unit` bytes that nearly divides, or is a multiple of, a period's kept bytes."""
+    """Return a slot size of at most `unit` bytes of which a period's kept bytes are nearly a multiple, or a divisor."""
     same = kinds[:-period] == kinds[period:]
     sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
     size = Counter(sums.tolist()).most_common(1)[0][0]
@@ -273,7 +272,7 @@ def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
 
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
-    """Return for every row the first row of equal content (stages, slots, memory of later stages): [rows]."""
+    """Return for every row, [rows], the first row with equal times: same stages, offset and later stages' bytes."""
     owner, length = np.arange(len(grid.last)), len(kinds)
     nodes = np.flatnonzero(grid.stage < length)
     firsts = grid.stage[nodes]
@@ -295,10 +294,10 @@ def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
 
 
 def full_memory(costs: Costs, fastest: Ints) -> Ints:
-    """Return the least m with which the interval [i, l] can be stored whole: [2, L+1, L+1] bytes, by (state, i, l).
+    """Return the least bytes in which the interval [i, l] can be stored whole: [2, L+1, L+1], by (state, i, l).
 
-    Every stage is stored by its fastest option; no plan is faster, so rows end there. From the last stage to the first:
-    storing one more stage needs the memory of that stage, or the bytes that it keeps plus the need of later stages.
+    Every stage is stored by its fastest option. No plan is faster, so rows end at these bytes. From the last stage to
+    the first: an interval needs the bytes of its first stage's run, or what this keeps plus the need of the others.
     """
     length = len(fastest)
     full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)

@@ -1,12 +1,12 @@
-"""The best memory-persistent sequence: a checkpoint is dropped only at the backward that uses it.
+"""The best memory-persistent sequence: it drops a checkpoint only at the backward that uses the checkpoint.
 
 Begin with `optimum`, the recurrence in thirty lines. Such sequences are trees over intervals of stages (Beaumont et
 al., "Optimal checkpointing for heterogeneous chains", HAL hal-02352969; the memory conditions are our own, see
 docs/solver.md). [i, l] stands for a problem: run the backwards of stages l, …, i, with a_i and δ_{l+1} in memory, in m
 bytes, a_i not counted. The loss is stage L. `table_kernels.fill` solves all problems for all numbers of slots, with
 sizes rounded down, so that times are lower bounds. `interval_kernels.descend` builds sequences with memory in exact
-bytes, so that they fit. Tables leave out times above that of the fastest known sequence: one planned for groups of
-stages makes the first table cheap, and the windows of each table make the next, finer one cheap.
+bytes, so that they fit. Tables leave out times above that of the fastest sequence so far. So the first table is small,
+if a sequence was planned for groups of stages before; the windows of each table make the next, finer one small.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def optimum(chain: Chain, mem_limit: int) -> float:
 
     @cache
     def longer(i: int, last: int, m: int, inside: int) -> float:
-        """Return the seconds of [i, last] beyond storing it. `inside`: 1 if a_i is in ā_i, 0 if stored by itself."""
+        """Return the seconds of [i, last] minus those of storing it. `inside`: 1 if a_i is in ā_i, 0 if by itself."""
         if i > last:
             return 0.0
         if i == length:
@@ -64,27 +64,27 @@ def optimum(chain: Chain, mem_limit: int) -> float:
     return simulate(chain, store_all(chain)).makespan + longer(0, length, mem_limit - chain.input_bytes, 0)
 
 
-# Number of neighbouring stages that the coarse chain, solved first, merges into one. Not measured; more slow its plan.
+# Number of neighbouring stages that are merged into one for the sequence found first. Not measured; more slow it.
 _GROUP = 4
-# If a table is too large, its slots are made larger by the excess times this factor. Not measured; more coarsens plans.
+# If a table is too large, its slots grow by the excess times this factor. Not measured; higher ones make worse plans.
 _MARGIN = 1.1
 # Number of stages up to which a chain's first table has a row for every interval. Not measured; more cost solve time.
 _SHORT = 64
-# If memory can store so many stages, one row per doubling of an interval's length is enough. Chosen by a measurement:
-# for 500 stages, a tenth of the way from the least limit to storing everything, two rows per doubling lower the bound
-# by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %.
+# If memory can store so many stages, one row per doubling of an interval's length is enough. Chosen by a measurement
+# with 500 stages: at a limit a tenth of the way from the least one to that of storing everything, two rows per doubling
+# lower the bound by less than 0.01 %; a hundredth of the way, by up to 8 %, and eight rows by up to 1.6 %.
 _TIGHT = 128
-# Least number of slots of a typical checkpoint in the first table: with 0 slots, it would look free. Not measured.
+# Number of slots that the first table has for a typical checkpoint: with 0, it would look free. Not measured.
 _RESOLUTION = 2
-_FINEST = 2**17  # Most slots that `_RESOLUTION` may ask for. If sizes range from a byte to 10 TB, more are useless.
+_FINEST = 2**17  # Upper bound of the slots that `_RESOLUTION` leads to: with sizes from 1 B to 10 TB, more are useless
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Limits of a solve: a table has at most `numbers` 8-byte numbers, and visits at most about `pairs` pairs of slots.
+    """Limits of a solve: a table has at most `numbers` 8-byte entries, and visits at most about `pairs` pairs of slots.
 
     A pair is the slots of the two parts into which a checkpoint splits an interval. Once the sequence is slower than
-    the best by at most the share `close`, `Persistent.work` also limits tables.
+    the lower bound by at most the share `close`, `Persistent.work` also limits tables.
     """
 
     close: float
@@ -98,8 +98,8 @@ class Effort:
 # Chosen, not measured: half a percent is below the error of measured stage times. At 2e9 pairs a second on one core
 # (500 stages), a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
-# Pairs of slots that a solve may visit to close a small gap, about a second of one core; a wide gap that hardly falls
-# has the same budget, or that of `work` if higher.
+# Default of `Persistent.work`, about a second of one core. Also the least number of pairs of slots that tables may
+# visit while a wide gap hardly falls.
 WORK = 2e9
 _STUCK = 0.9  # The gap hardly falls if a table leaves more than this share of it. Not measured; lower saves seconds.
 _NO_GAP = 1e-9  # A smaller gap counts as none, since bounds hold only up to rounding errors of sums
@@ -111,9 +111,9 @@ BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 class Persistent:
     """Dynamic program over memory-persistent sequences: those that drop a checkpoint only at the backward that uses it.
 
-    Counts memory in `slots`, then in more, as `effort` allows. Once the gap, makespan / lower bound - 1, is at most
-    `effort.close`, visits up to `work` more pairs of slots to close it; max(`work`, 2e9) while a wider gap hardly
-    falls. Raises ValueError if `slots` < 1 or `work` < 0.
+    Divides memory into `slots`, then into more, as `effort` allows. Once the gap, makespan / lower bound - 1, is at
+    most `effort.close`, visits up to `work` more pairs of slots (`Effort`) to close it. While a wider gap hardly falls,
+    visits up to max(`work`, 2e9). Raises ValueError if `slots` < 1 or `work` < 0.
     """
 
     slots: int = 500
@@ -144,7 +144,7 @@ class Persistent:
             return Sequence(found, self.name, min(bound, simulate(chain, found).makespan))
         best = solved(chain, mem_limit, self.slots, self.effort, self.work)
         assert simulate(chain, best.sequence).peak <= mem_limit
-        # Only rounding could make the bound higher than the time of a real sequence.
+        # The bound can exceed the time of a sequence only by rounding errors.
         return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
 
 
@@ -154,7 +154,7 @@ class Best:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.bound = problem, problem.stored
         self.sequence, self.makespan = Sequence(()), math.inf
-        self.later = np.zeros(len(problem.chain) + 1)  # Least seconds that stages from i on take beyond storing them
+        self.later = np.zeros(len(problem.chain) + 1)  # By i, least seconds of stages from i on beyond storing them
 
     def offer(self, sequence: Sequence) -> None:
         makespan = simulate(self.problem.chain, sequence).makespan
@@ -187,7 +187,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
     check_fits("the chain needs", chain.input_bytes + problem.needed, mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
-    if best.makespan == math.inf:  # tables need the time of a known sequence, and this one always fits
+    if best.makespan == math.inf:  # a table needs the time of some sequence as its scale, and this one always fits
         best.offer(problem.least_sequence())
     windows, last, stuck = None, 0, False
     left = {False: max(work, WORK), True: work}  # pairs of slots left to visit, by whether the gap is small
@@ -200,7 +200,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
         if close or stuck:
             excess = max(excess, table.work / max(1.0, left[close]))
         if excess > 1:
-            # Windows make a finer table cheap. A table no finer than the one they come from adds nothing to it.
+            # Windows make a finer table cheap, but a table with larger slots than their own adds nothing.
             coarser = math.ceil(unit * excess * _MARGIN)
             if close or (windows is not None and coarser > last):
                 break
@@ -215,7 +215,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
 
 
 def _begin(best: Best, mem_limit: int) -> None:
-    """Offer a plan for groups of stages to `best`: it saves time, as tables leave out times above the best known."""
+    """Offer `best` a sequence planned for groups of stages, so that the first table can leave out longer times."""
     chain, size = best.problem.chain, _GROUP
     while best.makespan == math.inf and len(chain) > max(4, size) * size and size > 1:
         groups = even_segments(len(chain), -(-len(chain) // size))
@@ -227,7 +227,7 @@ def _begin(best: Best, mem_limit: int) -> None:
 
 
 def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
-    """Yield, from coarse to exact: bytes in a slot, whether all sizes are whole slots, and the intervals with rows."""
+    """Yield, from coarse to exact: bytes of a slot, whether all sizes are whole slots, and what intervals have rows."""
     costs, length = problem.costs, len(problem.chain)
     sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
     unit, exact = next(sizes)
@@ -242,7 +242,7 @@ def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool,
 
 
 def parts_of(problem: Problem, room: int) -> int:
-    """Return the first table's `parts` of `Spacing`: the fewer stages fit into `room`, the more rows per doubling."""
+    """Return `Spacing.parts` of the first table: the fewer stages `room` can store, the more rows per doubling."""
     length = len(problem.chain)
     if length <= _SHORT:
         return max(1, length)
@@ -256,7 +256,7 @@ def common_divisor(*sizes: Ints) -> int:
 
 
 def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[int, bool]]:
-    """Yield the bytes in a slot, from coarse to `divisor`, which divides all sizes, and whether that is reached."""
+    """Yield (bytes of a slot, whether they are exact), from coarse to `divisor`, which divides all sizes exactly."""
     exact = divisor or max(1, room)
     typical = float(np.median(costs.activation))
     slots = max(slots, min(_FINEST, int(_RESOLUTION * room / typical)) if typical else 0)
@@ -265,4 +265,4 @@ def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[i
         yield unit, unit == exact
         if unit == exact:
             return
-        slots *= 4  # factor not measured: windows make the next table cheap, but not free
+        slots *= 4  # Not measured; a larger factor makes the next table dearer, a smaller one needs more tables

@@ -1,7 +1,7 @@
 """One table of the dynamic program `Persistent`: laid out, filled, and read.
 
-Times in a table are those beyond storing everything, in units of `scale` seconds. So all useful times are between 0 and
-1, and one `_CUT` serves all tables.
+A time in a table is seconds minus those of storing everything, divided by `scale`, the longest useful such difference.
+So all useful times are between 0 and 1, and all tables have the same `_CUT`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from rotor_solver.watching import watcher
 _KERNELS = "rotor_solver.persistent.table_kernels"
 _DESCENT = "rotor_solver.persistent.interval_kernels"
 _PORTIONS = 32  # Number of progress reports while a table is filled. Not measured; more only report more often.
-# Times up to this multiple of the scale are useful: a margin for rounding, not measured; a larger one costs time.
+# Longest useful time: 1, and a margin for rounding errors. Not measured; a larger one costs time.
 _CUT = 1.001
-# For each `blend` of `interval_kernels.estimate`, `descend` builds a sequence; the fastest counts. Not measured.
+# Values of `blend` in `interval_kernels.estimate`, each for one sequence; the fastest is used. Not measured.
 _BLENDS = (0.5, 0.0, 1.0)
-_FEW = 0.25  # Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time.
+_FEW = 0.25  # Rows share times if at most this share of them differ. Not measured; a wrong value only costs time.
 _VISITED = 0.25  # Rough share of all pairs of slots that a table visits. Not measured; too high makes slots too coarse.
-# Pairs of slots that take as long as laying out a row, and as allocating a number. Measured roughly, 200 to 500 stages.
+# Pairs of slots visited in the time of laying out a row, and of allocating an entry. Measured roughly, 200-500 stages.
 _PER_ROW, _PER_NUMBER = 4e3, 100.0
 # Seconds of plain Python for a row, for each of its checkpoints, and for a pair of slots. Measured, 20 to 100 stages.
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
 
 
 class Table:
-    """Table of plans in `room` bytes or less, up to `scale` seconds longer than storing all. `fill` computes it."""
+    """Times of plans in `room` bytes or less, up to `scale` seconds longer than storing all. `fill` computes them."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Table:
 
         `exact` says that all sizes are whole numbers of units. If not, the unit may shrink to fit the chain's period.
         Stages from i on take at least later[i] seconds longer than if stored. `spacing` selects the intervals that have
-        rows; by default, all. `windows` must come from a table with the same or a longer `scale`.
+        rows; by default, all. `windows` must come from a table with at least the same `scale`.
         """
         costs, kinds = problem.costs, problem.kinds
-        # With this unit, the rows of a period have the same slots as those of the previous period, and can be shared.
+        # With this unit, rows have the same offsets in every period, so that equal ones can share their times.
         if problem.period and not exact:
             unit = fitting_unit(kinds, problem.period, costs.taken[1, problem.fastest], unit)
         times = {name: getattr(costs, name) / scale for name in ("run", "split", "split_floor", "extra")}
@@ -82,7 +82,7 @@ class Table:
         rows, size = rows_of(problem.least, problem.full, scaled, grid, later / scale, chosen, _CUT, owner)
         useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
         numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
-        # [rows] pairs of slots if every row visited all its checkpoints; scaled down if rows are shared.
+        # [rows] pairs of slots if every row visited all its checkpoints, times the share of rows with their own times.
         self.most = part * numbers * checkpoints
         self.guess = _VISITED * float(np.sum(self.most))  # Pairs of slots to visit
         self.work = self.guess + _PER_ROW * len(owner) + _PER_NUMBER * size  # The whole table, in pairs of slots
@@ -91,7 +91,7 @@ class Table:
         self.problem, self.room, self.scale = problem, room, scale
         self.costs, self.grid, self.rows, self.size = scaled, grid, rows, size
         self.owner = owner  # [rows] the row whose numbers a row shares; itself if it has its own
-        self.windowed = windows is not None  # Then rows bound only plans inside the windows
+        self.windowed = windows is not None  # If so, times are lower bounds only for plans inside the windows
         self.values: Any = None  # [size] the times of all rows: `flat` of the kernels
         self.pairs = 0  # Pairs of slots visited
 
@@ -108,8 +108,8 @@ class Table:
     def _portions(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of interval lengths, from the shortest on: one range of all lengths, unless progress is watched.
 
-        If it is, each range takes about the same work, and a progress report follows it. The work for intervals that
-        end at the loss is not counted.
+        With progress, each range takes about the same work, and is followed by a report, which does not count the work
+        for intervals that end at the loss.
         """
         progress, grid, length = watcher(), self.grid, len(self.grid.band)
         if progress is None or not length:
@@ -128,11 +128,11 @@ class Table:
                 progress(done, total, what)
 
     def lower_bound(self, room: int) -> float:
-        """Return a lower bound, at most `scale`, of the seconds by which plans in `room` bytes exceed storing all."""
+        """Return a lower bound of the seconds that plans in `room` bytes take beyond storing all, at most `scale`."""
         return self._read(0, -(-(room - int(self.grid.offset[0])) // self.grid.unit))
 
     def later(self) -> Floats:
-        """Return the least seconds, [L+1], that stages from i on take beyond storing them, whatever the others do."""
+        """Return, by i, [L+1], the least seconds that stages from i on take beyond storing them, in all the memory."""
         return np.array([self._read(node, self.grid.width - 1) for node in self.grid.node[0].tolist()])
 
     def _read(self, node: int, slot: int) -> float:
@@ -145,14 +145,14 @@ class Table:
         return min(1.0, found) * self.scale * (1 - (2 * length + 8) * 2.0**-52 - 1e-12 * length)
 
     def windows(self, overhead: float) -> Windows:
-        """Return the windows of plans that take up to `overhead` seconds longer than storing everything."""
+        """Return every interval's memory in plans that take up to `overhead` seconds longer than storing everything."""
         tables = self.rows, self.costs, self.grid
         kernels, (rows, costs, grid) = kernels_for(_KERNELS, self.plain_seconds, *tables)
         cut = _CUT * min(1.0, overhead / self.scale)
         low, high, outside = kernels.windows_of(self.values, rows, self.owner, costs, grid, cut)
         whole = (high > self.rows.high) & np.isfinite(outside)
         offset, unit = self.grid.offset[nodes_of(self.grid)], self.grid.unit
-        # A slot stands for all memory above the previous slot, since this memory was rounded up.
+        # Memory was rounded up to the next slot, so a slot stands for all bytes above the previous slot.
         least = np.maximum(0, (low - 1) * unit + offset + 1)
         most = np.where(whole, ANYTHING, (high - 1) * unit + offset)
         return Windows(*kernels.spread(grid, least, most, outside * self.scale))
@@ -162,7 +162,7 @@ class Table:
 
         Returns None and `enough` if it found none below `enough` seconds. `room` must be at least `problem.needed`.
         """
-        # Measured: plain Python takes 2.5 microseconds times the square of the number of stages.
+        # Measured: in plain Python, `descend` takes 2.5 microseconds times the square of the number of stages.
         problem = self.problem
         arrays = self.rows, problem.least, problem.full, self.costs, self.grid
         kernels, tables = kernels_for(_DESCENT, 2.5e-6 * len(self.grid.band) ** 2, *arrays)

@@ -2,24 +2,24 @@
 
 `recurrence.optimum` states the recurrence in thirty lines. Arguments of the kernels:
 
-    flat   [size] the numbers of all rows, one row after the other
-    rows   a `layout.Rows`: where each row lies in `flat`, its slots, and the time beyond its last slot
+    flat   [size] the times of all rows, one row after the other
+    rows   a `layout.Rows`: where each row's times lie in `flat`, its slots, and the time beyond its last slot
     costs  a `least_memory.Costs`, its times in the unit of the table
     grid   a `layout.Grid`: the intervals that have rows, and the bytes that their slots stand for
-    owner  [rows] the row whose numbers a row shares: itself, unless blocks of the chain repeat
+    owner  [rows] the row whose times a row shares: itself, unless blocks of the chain repeat
     s      a node: a stage i = grid.stage[s], and the state grid.state[s] of its input
-    row    the number of a row; `last` is the stage l at which its interval [i, l] ends
+    row    the index of a row in `rows`; `last` is the stage l at which its interval [i, l] ends
     m      a slot of a row
 
 The interval [i, l] has two states: in state 0, a_i is stored by itself, or costs the same as if it were; in state 1, it
-is part of the ā_i that the previous stage saved. Times are those beyond storing everything. In plain Python, the arrays
-of `rows`, `costs` and `grid` are lists, which Python reads faster: hence `grid.row[s][last]`.
+is part of the ā_i that the previous stage saved. A time is that of a plan minus that of storing everything. In plain
+Python, the arrays of `rows`, `costs` and `grid` are lists, which Python reads faster: hence `grid.row[s][last]`.
 
 # Note [Rows and windows]
 
-Example: a chain of five stages with forwards of 1, 2, 3, 2, 1 seconds and backwards twice as long, which save 24, 40,
-16, 32, 24 bytes. Every a_i has 8 bytes. In addition to a_0 there are 96 bytes, in slots of 4.
-tests/solver/persistent/test_table.py checks the numbers.
+Example: a chain of five stages, whose forwards take 1, 2, 3, 2, 1 seconds and save 24, 40, 16, 32, 24 bytes. Backwards
+take twice as long. Every a_i has 8 bytes. The limit is 96 bytes without a_0, in slots of 4 bytes.
+tests/solver/persistent/test_table.py checks the values below.
 
  1. Slot m of a row stands for m · unit + offset bytes. Every node has its own offset, such that the fastest option
     takes a whole number of slots from its row to the next. Here all sizes are multiples of 4, and all offsets 0. If
@@ -28,7 +28,7 @@ tests/solver/persistent/test_table.py checks the numbers.
     less memory than there is, and its times are lower bounds.
  2. A row holds few slots. Below `begin`, the interval cannot run, or takes too long to be of use. From `high` on the
     time is `final`: 0 where everything is stored, else the time of the last useful slot. Times never increase from slot
-    to slot. Of the 21 rows of the example:
+    to slot. Seven of the 21 rows of the example:
 
         [i, l]  begin  high  final  seconds, from slot
         [0, 0]     10    10      0  none
@@ -39,16 +39,17 @@ tests/solver/persistent/test_table.py checks the numbers.
         [4, 5]     10    10      0  none
         [0, 5]     16    26      3  9 from 16, 6 from 18, 5 from 20, 3 from 24
 
-    [0, 5] in slot 24, all 96 bytes: a checkpoint at a_2, after 1 + 2 seconds; then [2, 5] with 8 bytes less, in slot
-    22, and [0, 1] in slot 24, both at no extra time. Stored whole, [0, 5] would take 152 bytes, more than there are.
- 3. Slot m of a row is flat[position + m] for begin ≤ m < high, and flat[position + high] is `final`.
- 4. A window is the range of slots in which a plan that is no slower than the best known one can have an interval. The
-    table has the time inside the interval; `windows_of` passes the time outside from the whole to its parts. If their
-    sum exceeds the known time, no better plan has that interval in that slot, and the next, finer table may count it
-    as infinite. If the plan that takes 3 seconds longer is known, 7 of the 21 rows have a window: [0, 1] from 77
-    bytes on, [1, 1] from 53, [2, 5] from 85, [3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from 93 to
-    100. [0, 2] has none: wherever it occurs, stages 0 to 2 are recomputed, which takes 6 seconds. The next table, with
-    slots of 1 byte, has 14 numbers; without windows it would have 172.
+    [0, 5] in slot 24, all 96 bytes, takes 3 seconds longer than storing everything: forwards of 1 + 2 seconds up to a
+    checkpoint at a_2; then [2, 5] with 8 bytes less, in slot 22, and [0, 1] in slot 24, both at no extra time. To store
+    [0, 5] whole would take 152 bytes.
+ 3. The time of slot m is flat[position + m] for begin ≤ m < high, and flat[position + high] is `final`.
+ 4. A window is the range of slots that an interval can have in a plan no slower than the best known one. The table has
+    the time inside the interval; `windows_of` passes the time outside from the whole to its parts. If their sum
+    exceeds that of the known plan, no better plan has that interval in that slot, and the next, finer table may count
+    its time as infinite. With the plan above known, 7 of the 21 rows have a window: [0, 1] from 77 bytes on, [1, 1]
+    from 53, [2, 5] from 85, [3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from 93 to 100. [0, 2] has
+    none: wherever it occurs, stages 0 to 2 are recomputed, which takes 6 seconds. The next table, with slots of 1
+    byte, has 14 times; without windows it would have 172.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ import numpy as np
 from rotor_solver.jit_policy import compiled
 
 INFINITE = np.int64(2**62)  # Bytes; more than the lower end of any window
-STEP = 16  # Number of slots with one bound of a sum (`least_of_both`). Not measured; a wrong value only costs time.
+STEP = 16  # Number of slots that share a bound in `least_of_both`. Not measured; a wrong value only costs time.
 
 
 @compiled()
@@ -71,7 +72,7 @@ def slot_of(need: int, unit: int, offset: int) -> int:
 
 @compiled()
 def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
-    """Return the bytes, not rounded, that a run of stage i with a graph and its backward need in [i, last]."""
+    """Return the bytes, not rounded to slots, that Fe_i by option k and B_i need in [i, last], with a_i in `state`."""
     row = 0 if last == len(costs.run) - 1 else 1
     return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row][k] - costs.released[state][i]))
 
@@ -91,7 +92,7 @@ def lower_by_both(
     out: np.ndarray, at: int, one: np.ndarray, first: int, other: np.ndarray, second: int, count: int, seconds: float
 ) -> None:
     """out[at + m] = min(out[at + m], seconds + (one[first + m] + other[second + m]))."""
-    # Unsigned indices: with signed ones, Numba checks every access for negative ones, and the loop does not vectorize.
+    # Indices are unsigned, since Numba checks signed ones for being negative, and then does not vectorize the loop.
     target, left, right = np.uintp(at), np.uintp(first), np.uintp(second)
     for each in range(count):
         m = np.uintp(each)
@@ -111,7 +112,7 @@ def lower_by(out: np.ndarray, at: int, source: np.ndarray, first: int, count: in
 def least_of_both(out: np.ndarray, at: int, flat: np.ndarray, first: int, count: int) -> float:
     """Return a lower bound of out[at + m] + flat[first + m] for 0 ≤ m < count; infinite if `count` < 1.
 
-    `out` never decreases and `flat` never increases, so the first of `out` plus the last of `flat` bounds STEP slots.
+    `out` never decreases and `flat` never increases: of STEP slots, the first `out` plus the last `flat` is a bound.
     """
     least = np.inf
     for m in range(0, count, STEP):
@@ -121,7 +122,7 @@ def least_of_both(out: np.ndarray, at: int, flat: np.ndarray, first: int, count:
 
 @compiled()
 def least_of_three(out: np.ndarray, at: int, flat: np.ndarray, first: int, second: int, count: int) -> float:
-    """Return a lower bound of out[at + m] + flat[first + m] + flat[second + m], like `least_of_both`."""
+    """Return a lower bound of out[at + m] + flat[first + m] + flat[second + m], as in `least_of_both`."""
     least = np.inf
     for m in range(0, count, STEP):
         end = min(m + STEP, count) - 1
@@ -138,10 +139,10 @@ def _slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: i
 
 @compiled(plain=_slots_of_use)
 def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: int, cut: float) -> tuple[int, int]:
-    """Complete a row of `out`; return (low, high), its useful slots low … high-1, or (end, end) if none is useful."""
+    """Complete a row of `out`; return (low, high): slots low … high-1 have plans within `cut`; (end, end) if none."""
     low, high = end, end
     for m in range(end - 1, begin - 1, -1):
-        # `out` is the least time for plans that give the interval at least m slots: m + 1 slots count too.
+        # `out` is the least time of plans that give the interval at least m slots, so those with m + 1 count, too.
         out[at + m] = min(out[at + m], out[at + m + 1])
         if out[at + m] + flat[at + m] <= cut:
             if low == end:
@@ -155,7 +156,7 @@ def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: in
 
 @compiled()
 def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: int) -> tuple[int, int]:
-    """Return (both, one): of slots low … high-1, both rows have numbers up to `both`, then one row up to `one`."""
+    """Return (both, one): from `low` on, both rows have times before slot `both`, then one row before slot `one`."""
     left_high, right_high = rows.high[left], rows.high[right] + shift
     both = max(low, min(high, left_high, right_high))
     return both, max(both, min(high, max(left_high, right_high)))
@@ -165,7 +166,7 @@ def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: 
 def split(
     flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, seconds: float
 ) -> None:
-    """Lower slots low … high-1 of `row` to the times with a checkpoint, which leaves `shift` slots less for `right`."""
+    """Lower the times of `row` in slots low … high-1 to those of `left` and `right`, which has `shift` slots less."""
     out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
     left_final, right_final = rows.final[left], rows.final[right]
     both, one = ends_of_parts(rows, left, right, shift, low, high)
@@ -180,11 +181,11 @@ def split(
 
 @compiled()
 def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
-    """Lower the row (s, last) to the times of running its stage by option k, with a graph: Fe_i, [i+1, last], B_i."""
+    """Lower the times of the row (s, last) to those of beginning with Fe_i by option k: Fe_i, [i+1, last], B_i."""
     i, state, seconds = grid.stage[s], grid.state[s], costs.extra[k]
     out, high = rows.position[row], rows.high[row]
     low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
-    stored = low  # first slot in which the following row has its `final` time
+    stored = low  # first slot in which the row of [i+1, last] has its `final` time
     if last > i:
         following = grid.node[1][i + 1]
         follow = grid.row[following][last]
@@ -201,12 +202,12 @@ def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int,
 
 @compiled()
 def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
-    """Lower the row (s, last) to the times with the best checkpoint; return the number of pairs of slots visited."""
+    """Lower the times of the row (s, last) to those with a checkpoint; return the number of pairs of slots visited."""
     i, offset, begin, high = grid.stage[s], grid.offset[s], rows.begin[row], rows.high[row]
     lefts, rights, needs, pairs = grid.row[s], grid.after[last], costs.check_need[i], 0
     for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
-        # The forwards up to a_j take split[j] - run[i]. A later j may take less, as its stage j-1 skips its output. So
-        # this compares `split_floor`, the least of all later ones: no later checkpoint takes less.
+        # The forwards up to a_j take split[j] - run[i]. With a later j they may take less, as stage j-1 skips its
+        # output. So compare `split_floor`, the least for all later j, before the loop ends.
         floor = costs.split_floor[j] - costs.run[i]
         if floor > rows.limit[row]:
             break
@@ -217,7 +218,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
         shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
         low = max(begin, rows.begin[left], rows.begin[right] + shift)
         low = max(low, slot_of(grid.base[last] + needs[j], grid.unit, offset))
-        # Times never increase from slot to slot: if the forwards alone take as long as slot `low`, no slot gets faster.
+        # Slot `low` has the longest time: if the forwards alone take as long, the checkpoint lowers no time.
         if low < high and floor < flat[rows.position[row] + low]:
             pairs += high - low
             split(flat, rows, row, left, right, shift, low, high, costs.split[j] - costs.run[i])
@@ -226,7 +227,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
 
 @compiled()
 def finish_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
-    """Complete a row: set its `final` time, and move `begin` past useless slots, to `width` if all are useless."""
+    """Complete a row: set its `final` time, and move `begin` past times above `limit`, to `width` if all are."""
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
     stored = rows.final[row] == 0
     if begin < high and not stored:
@@ -238,7 +239,7 @@ def finish_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
 
 @compiled()
 def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
-    """Fill the row (s, last), once all rows that it needs are complete; return the number of pairs visited."""
+    """Fill the row (s, last); all rows that it reads must be complete. Return the number of pairs of slots visited."""
     if rows.limit[row] < 0:
         return 0
     i, out = grid.stage[s], rows.position[row]
@@ -252,7 +253,7 @@ def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: in
 
 @compiled()
 def row_of_length(grid: Any, s: int, distance: int) -> int:
-    """Return the row of node s that ends `distance` stages later, before the loss; -1 if there is none."""
+    """Return the row of the interval from node s to the stage `distance` later; -1 if it has none or is the loss."""
     i = grid.stage[s]
     last = i + distance
     if last >= len(grid.band) or last > grid.band[i]:
@@ -263,7 +264,7 @@ def row_of_length(grid: Any, s: int, distance: int) -> int:
 
 @compiled()
 def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: int, end: int) -> int:
-    """Fill Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
+    """Fill Opt(i, l, m), the seconds of [i, l] in m slots minus those of storing it, in the unit of the table:
 
         Opt(L, L, m) = 0                                                if m ≥ loss_need
         Opt(i, l, m) = the least of
@@ -271,13 +272,11 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
             for every option k; Opt'(i+1, i, ·) is 0                    and m ≥ backward_need_k - released_i
           split_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)        if m ≥ base_l + check_need_ij, for i < j ≤ l
 
-    Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound: a plan of real
-    sizes is still a plan with a little more memory at every step.
+    Opt' is Opt in state 1. Sizes taken from m are rounded down, so that times are lower bounds: every plan that fits
+    with exact sizes fits with these, too. Times above rows.limit count as infinite (`layout.rows_of`).
 
-    Times above rows.limit count as infinite (`layout.rows_of`).
-
-    Fills the rows of intervals with begin ≤ l - i < end, l < L; all shorter rows must be complete. `fill_tails` fills
-    the rows that end at the loss. Returns the number of pairs of slots visited.
+    Fills the rows of intervals with begin ≤ l - i < end, l < L; the rows of all shorter intervals must be complete.
+    `fill_tails` fills the rows that end at the loss. Returns the number of pairs of slots visited.
     """
     pairs = 0
     for distance in range(begin, end):
@@ -285,7 +284,7 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
             row = row_of_length(grid, s, distance)
             if row >= 0 and owner[row] == row:
                 pairs += fill_row(flat, rows, costs, grid, s, row, grid.last[row])
-        for s in range(len(grid.stage) - 1):  # rows with another owner copy `begin` and `final`; they share the rest
+        for s in range(len(grid.stage) - 1):  # rows with another owner share its times; copy its `begin` and `final`
             row = row_of_length(grid, s, distance)
             if row >= 0:
                 rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
@@ -296,7 +295,7 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
 def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
     """Fill the rows that end at the loss, from the last to the first; all other rows must be complete."""
     nodes = len(grid.stage)
-    finish_row(flat, rows, grid.width, grid.tail + nodes - 1)  # the loss: stored whole from the first slot on
+    finish_row(flat, rows, grid.width, grid.tail + nodes - 1)  # the row of the loss alone: time 0 in all of its slots
     for s in range(nodes - 2, -1, -1):
         fill_row(flat, rows, costs, grid, s, grid.tail + s, len(grid.band))
 
@@ -306,19 +305,19 @@ def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
 
 @compiled()
 def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid: Any, cut: float) -> Any:
-    """Return (low, high, outside), [rows] each: the slots of an interval in plans that take at most `cut`.
+    """Return (low, high, outside), [rows] each: the slots low … high-1 of an interval in plans of time at most `cut`.
 
-    The slots are low … high-1; high > rows.high includes all slots from rows.high on. `outside` is the least time of
-    such a plan outside the interval, infinite if there is no such plan. `flat` and `rows` must be complete.
+    high > rows.high stands for all slots from rows.high on. `outside` is the least time of such a plan outside of the
+    interval, infinite if there is no such plan. `flat` and `rows` must be complete.
 
-    Passes times from the whole down to its parts. With out(i, l, m) the least time outside [i, l] if it has at least m,
+    Passes times from the whole down to its parts. out(i, l, m) is the least time outside [i, l] if it has m or more:
 
         out(0, L, all) = 0
         out(i+1, l, m - taken_k) ≤ out(i, l, m) + extra_k
         out(j, l, m - |a_j|)     ≤ out(i, l, m) + split_j - run_i + Opt(i, j-1, m)
         out(i, j-1, m)           ≤ out(i, l, m) + split_j - run_i + Opt(j, l, m - |a_j|)
 
-    under the conditions of `fill`. Slot rows.high of a row stands for all slots from there on.
+    under the conditions of `fill`. Slot rows.high of a row stands for all slots from rows.high on.
     """
     length, tail, count = len(grid.band), grid.tail, len(rows.begin)
     # [size] Laid out like `flat`: out(i, l, m) has the index that Opt(i, l, m) has there.
@@ -363,7 +362,7 @@ def hand_down(
         return
     low, high = slots_of_use(flat, out, at, begin, end, cut)
     if end < grid.width and rows.final[row] == 0 and out[at + end] <= cut:
-        high = end + 1  # `end` is the first slot that stores all, but stands for all memory above the previous slot
+        high = end + 1  # slot `end` stores [i, last] whole; a finer table may have that with slightly less memory
     elif low == end:
         return
     lows[row], highs[row], outside[row] = low, high, out[at + low]
@@ -408,7 +407,7 @@ def hand_to_both(
     seconds: float,
     cut: float,
 ) -> bool:
-    """Pass times of slots low … high-1 down to both parts of an interval; return whether a plan within `cut` exists."""
+    """Pass times of slots low … high-1 to both parts of an interval; return whether such a plan takes at most `cut`."""
     left_at, right_at = rows.position[left], rows.position[right] - shift
     left_end, right_end = left_at + rows.high[left], right_at + rows.high[right] + shift
     left_final, right_final = rows.final[left], rows.final[right]
@@ -436,7 +435,7 @@ def hand_to_both(
 @compiled()
 def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
     """Return windows by interval, [nodes, L+1], in bytes and seconds: the widest of all rows that stand for it."""
-    # Intervals of stages that a row omits at its end have at most the row's memory, and at least its time outside.
+    # Intervals within the last stages that a row omits have at most the row's memory, and at least its time outside.
     length, shape = len(grid.band), (len(grid.stage), len(grid.band) + 1)
     lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf)
     # [L+1] by the stage at which a row ends: the most memory of such a row, and the least time outside it.
