@@ -49,7 +49,7 @@ tests/solver/persistent/test_table.py checks the values below.
     its time as infinite. With the plan above known, 7 of the 21 rows have a window: [0, 1] from 77 bytes on, [1, 1]
     from 53, [2, 5] from 85, [3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from 93 to 100. [0, 2] has
     none: wherever it occurs, stages 0 to 2 are recomputed, which takes 6 seconds. The next table, with slots of 1
-    byte, has 14 times; without windows it would have 172.
+    byte, has 14 entries; without windows it would have 172.
 """
 
 from __future__ import annotations

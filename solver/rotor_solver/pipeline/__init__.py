@@ -1,4 +1,4 @@
-"""Pipelines: a chain cut into parts for several ranks, each trained by its own sequence within its own limit."""
+"""Pipelines: a chain is cut into parts for several ranks; each part has its own sequence, each rank its own limit."""
 
 from rotor_solver.pipeline.cuts import EqualCuts, equal_cuts, plan_pipeline
 from rotor_solver.pipeline.plan import Part, PipelinePlan

@@ -1,11 +1,11 @@
 """Cut a chain into parts for the ranks: the best cuts with the best sequences, and equal cuts for comparison.
 
-`best_cuts` minimizes the time of the slowest part. With c(s, i, j) the cost of stages i … j - 1 as part s, the least
-bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). A part's
-cost takes a solve, its lower bound little time. So bounds stand for unknown costs in the recurrence; for the best
-cuts, tighter bounds and at last costs are computed, until cuts of known cost reach the bottleneck's bound (LazySP:
-Dellin and Srinivasa, 2016). `equal_cuts` applies one policy to all ranks, as training libraries do: keep everything,
-recompute segments of n stages (Megatron-LM's "uniform"), or only the first n stages of every part (its "block").
+`best_cuts` minimizes the time of the slowest part, the bottleneck. With c(s, i, j) the time of stages i … j - 1 as part
+s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i,
+j)). A part's time takes a solve, a lower bound of it is quick. So the recurrence begins with bounds; for the cuts that
+it finds best, tighter bounds and at last times are computed, until cuts of known times are no slower than the bound of
+the bottleneck (LazySP: Dellin and Srinivasa, 2016). `equal_cuts` applies one policy to all ranks, as training libraries
+do: keep everything, recompute segments of n stages (Megatron-LM's "uniform"), or only the first n stages ("block").
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.watching import watcher
 
-Cost = Callable[[int, int, int], float]  # Cost of stages i … j - 1 as part s, for (s, i, j)
+Cost = Callable[[int, int, int], float]  # Function of (s, i, j): cost, or a bound of it, of stages i … j - 1 as part s
 
 
 def best_cuts(bounds: Floats, *costs: Cost) -> tuple[list[int], float]:
-    """Return the cuts 0 = c_0 < … < c_S = N whose costliest part costs least, and its cost; no cuts if infinite."""
-    # The last of `costs` is exact; the others are lower bounds, each more expensive and tighter than the one before.
+    """Return the cuts 0 = c_0 < … < c_S = N whose costliest part costs least, and its cost; [] if that is infinite."""
+    # The last of `costs` is exact; the others are lower bounds, each slower to compute and tighter than the one before.
     lower, known = bounds.copy(), np.full(bounds.shape, np.inf)
     asked = np.zeros(bounds.shape, np.int64)
     while True:
@@ -108,13 +108,13 @@ def cut_points(chain: Chain, boundaries: Iterable[int] | None) -> list[int]:
 
 # Number of slots of a microbatch's kept bytes in quick lower bounds. Not measured; with fewer, more parts are solved.
 _FEW = 24
-# A part's chain, the bytes for its microbatches (negative if other memory exceeds the part's share), their number in
-# flight, and separate bytes for the running microbatch (0 if a rank has one part).
+# A part's chain, bytes for its microbatches (negative if other memory exceeds the part's share), number of microbatches
+# in flight, and bytes for the running one alone (0 if a rank has one part).
 _Key = tuple[Chain, int, int, int]
 
 
 class PartCosts:
-    """Costs of parts, by number, first stage and end; equal parts with equal limits are solved once."""
+    """Seconds of parts, by number, first stage and end; equal parts with equal limits are solved once."""
 
     def __init__(self, chain: Chain, divided: DividedLimits, slots: int) -> None:
         self.chain = chain
@@ -151,7 +151,7 @@ class PartCosts:
         return self._guessed[key]
 
     def lacking(self, number: int, begin: int, end: int) -> int:
-        """Return how many bytes the limit of the part's rank lacks; zero or less if the part fits."""
+        """Return by how many bytes the limit of the part's rank is too low for it; zero or less if the part fits."""
         part = self._stored(number, begin, end)
         if not self._shared:
             least = least_in_flight(part.chain, part.flying.forwards)[0]
@@ -216,10 +216,10 @@ def plan_pipeline(
     `boundaries` are the stages at which a part may begin (default: all), `virtual_stages` the number of parts on each
     rank (default: two if interleaved). With `buffers`, communication buffers of torch.distributed.pipelining count.
 
-    The cuts are optimal: no others make the slowest part faster, if each part uses its fastest memory-persistent
-    sequence with kept bytes rounded up to `slots`. `lower_bound` holds for all cuts and sequences, without rounding. If
-    a rank has several parts, each gets a share of the rank's limit. The plan is then the one with the shortest step
-    among a few divisions of the limits, and has no bound.
+    If each rank has one part, the cuts are optimal: no others make the slowest part faster, given each part's fastest
+    memory-persistent sequence with kept bytes rounded up to `slots`. The plan's `lower_bound` holds for all cuts and
+    memory-persistent sequences, without rounding. If a rank has several parts, each gets a share of the rank's limit;
+    of a few divisions of the limits, the plan with the shortest simulated step is returned, without a bound.
 
     Raises InfeasibleError if no cuts fit; its `min_bytes` is the least limit that has a plan (if a rank has several
     parts, another division of its limit might need less). Raises ValueError for an unknown schedule, fewer stages than
@@ -252,7 +252,7 @@ def plan_pipeline(
     return min(plans, key=lambda plan: plan.timeline.makespan)
 
 
-# Tried shares of a limit for the running microbatch, if a rank has several parts. Not measured; each costs a search.
+# Shares of a limit to try for the running microbatch, if a rank has several parts. Not measured; each costs a search.
 _WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
 
 
@@ -289,7 +289,7 @@ def _check_length(name: str, values: Several[float], needs: int) -> None:
 
 
 def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
-    """Return the seconds of storing everything, [S, N+1, N+1] by (part, i, j) of `points`: no sequence takes less."""
+    """Return lower bounds, [S, N+1, N+1] by (part, i, j): seconds of storing stages points[i] … points[j] - 1."""
     fastest = [min(way.forward_time + way.backward_time for way in stage.options) for stage in chain]
     until = np.array([0.0, *accumulate(fastest)])[points]
     until[-1] += chain.loss_time
@@ -302,7 +302,7 @@ def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
 
 
 def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> InfeasibleError:
-    """Return the error that names the least limit with a plan, found by how many bytes each possible part lacks."""
+    """Return the error that names the least limit with a plan: that of the cuts whose limits lack the fewest bytes."""
     unknown = np.where(np.isfinite(bounds), -float(max(search.divided.limits)), np.inf)
 
     def lacking(part: int, i: int, j: int) -> float:
@@ -324,7 +324,7 @@ def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> Infeasible
 
 
 class EqualCuts(NamedTuple):
-    policy: str  # What is recomputed, in words for reports
+    policy: str  # Description for reports, such as "recompute segments of 2 stages"
     plan: PipelinePlan
 
 
@@ -336,9 +336,9 @@ def equal_cuts(
     boundaries: Iterable[int] | None = None,
     buffers: bool = False,
 ) -> tuple[EqualCuts, ...]:
-    """Return, for equal cuts of `chain`, the plan of every policy, fastest first, by schedule and limits of `plan`.
+    """Return, for equal cuts of `chain`, a plan by every policy, fastest first, with the schedule and limits of `plan`.
 
-    The other arguments must be those that `plan_pipeline` got, which has checked them.
+    The other arguments must be those with which `plan_pipeline` made `plan`.
     """
     check_chain(chain)
     check_type(plan, PipelinePlan, "plan", "take that of plan_pipeline")
@@ -358,7 +358,7 @@ def equal_cuts(
 
 
 def _policies(lengths: list[int]) -> Iterator[tuple[str, list[list[range]]]]:
-    """Yield each policy's description, and by part the segments that it recomputes, for parts of `lengths` stages."""
+    """Yield each policy's description and, for each part of `lengths` stages, the segments that it recomputes."""
     longest = max(lengths)
     yield "keep everything", [[] for _ in lengths]
     for size in range(1, longest + 1):

@@ -1,9 +1,9 @@
 """Kernels for the recurrence of `sequences`, for all numbers of slots at once.
 
-Slot m stands for m · unit + offset bytes. `taken` ([2, options]) and `activation` ([L+1]), the memory that operations
-leave, are in slots, rounded up for sequences that fit, or down for lower bounds. Needs of running operations are
-compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond storing everything. A `table` is (again,
-costs, taken, activation, unit, offset).
+Slot m stands for m · unit + offset bytes. `taken` ([2, options]) and `activation` ([L+1]) are the memory that Fe_i and
+a checkpoint keep, in slots, rounded up for sequences that fit, or down for lower bounds. Needs of running operations
+are compared in bytes. `costs` is a `least_memory.Costs`; a time is seconds minus those of storing everything. A `table`
+is (again, costs, taken, activation, unit, offset).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def slot_of(need: int, unit: int, offset: int) -> int:
 
 @compiled()
 def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
-    """Return the bytes that option k (an index into `costs`) of stage i and its backward need in [i, last]."""
+    """Return the bytes that Fe_i by option k (an index into `costs`) and B_i need in [i, last], with a_i in `state`."""
     row = 0 if last == len(costs.activation) - 1 else 1
     return int(max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
 
 
 @compiled()
 def lower(row: np.ndarray, begin: int, inner: np.ndarray, less: int, seconds: float) -> None:
-    """row[m] = min(row[m], seconds + inner[m - less]) for m ≥ begin; beyond its end, `inner` equals its last number.
+    """row[m] = min(row[m], seconds + inner[m - less]) for m ≥ begin; past its end, `inner` counts as its last entry.
 
     Loops run over views that begin at the first slot, since Numba does not vectorize indices that may be negative.
     """
@@ -56,7 +56,7 @@ def lower_by_both(
 
 @compiled()
 def fill(table: Any) -> None:
-    """Fill `again` [2, L, L, width] by (state, i, l, m), infinite at first: seconds of [i, l] after the loss."""
+    """Fill `again`, [2, L, L, width] by (state, i, l, m), infinite before, with times of [i, l] after the loss."""
     again, costs, taken, activation, unit, offset = table
     length, width = len(costs.activation) - 1, again.shape[3]
     none = int(np.int64(0))  # Numba would compile a second version for a literal
@@ -84,10 +84,10 @@ def fill(table: Any) -> None:
 
 @compiled()
 def fill_kept(kept: np.ndarray, table: Any, beyond: int, below: int, most: int) -> None:
-    """Fill kept[state, i, r], r ≤ most: seconds of [i, L] if r - below more slots may be kept, and r + beyond are free.
+    """Fill kept[state, i, r], r ≤ most: time of [i, L] if it may keep r - below slots, and r + beyond slots are free.
 
-    Before the loss, up to `below` more slots may be in memory than are kept at the loss, as a stage can free more of
-    its input than it saves. `kept` is [2, L+1, most + 1 or more].
+    Kept slots are in memory at the loss. Before it, up to `below` more may be, as a stage can free more of its input
+    than it saves. `kept` is [2, L+1, most + 1 or more].
     """
     again, costs, taken, activation, unit, offset = table
     length = len(costs.activation) - 1
@@ -113,9 +113,9 @@ def fill_kept(kept: np.ndarray, table: Any, beyond: int, below: int, most: int) 
 
 @compiled()
 def choice(kept: np.ndarray, table: Any, beyond: int, state: int, i: int, last: int, slots: int) -> int:
-    """Return a choice that attains the least seconds for [i, last], i < L, coded as in `persistent.interval_kernels`.
+    """Return the choice with the least time of [i, last], i < L, coded as in `persistent.interval_kernels`.
 
-    `slots` are the free slots; or, for last = L, r of `fill_kept`.
+    `slots` is the number of free slots; for last = L, it is r of `fill_kept`.
     """
     again, costs, taken, activation, unit, offset = table
     length = len(costs.activation) - 1
@@ -145,9 +145,9 @@ def choice(kept: np.ndarray, table: Any, beyond: int, state: int, i: int, last: 
 
 @compiled()
 def best_kept(table: Any, count: int, below: int) -> tuple[float, int]:
-    """Return the least seconds over all numbers of kept slots, a_0 included, and the best such number; -1 for none.
+    """Return the least time, and the number of slots, a_0 included, that each microbatch keeps then; -1 if none fits.
 
-    The last slot of `again` is the limit.
+    The last slot of `again` stands for the limit, `count` is the number of microbatches in flight.
     """
     again, costs, _, activation, _, _ = table
     limit = again.shape[3] - 1

@@ -1,6 +1,6 @@
-"""The plan of a pipeline of parts (runs of stages), the division of each rank's limit, and the simulated step.
+"""The plan of a pipeline of parts (consecutive stages), the division of each rank's limit, and the simulated step.
 
-The simulation uses only the order of actions and the costs of one microbatch, and no code that finds plans.
+The simulation reads the order of actions and the costs of one microbatch, and uses no code that finds plans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rotor_solver.pipeline.sequences import Microbatch, bytes_in_flight
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
 
-_FOR_WEIGHTS = 0.5  # The share of a backward without recomputation that is for the weights: about a half (Qi et al.)
+_FOR_WEIGHTS = 0.5  # Share of a backward's time, without recomputation, for the gradients of weights (Qi et al.)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step: events in the order in which they begin; by rank, `peaks` in bytes and seconds at work."""
+    """A simulated step: events in the order in which they begin; by rank, `peaks` in bytes and `busy` in seconds."""
 
     events: tuple[Event, ...]
     peaks: tuple[int, ...]
@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of their time that the ranks spend waiting, together, in [0, 1)."""
+        """Share of the step that ranks spend waiting, on average over all ranks: from 0 to below 1."""
         whole = len(self.busy) * self.makespan
         return 1 - sum(self.busy) / whole if whole else 0.0
 
@@ -120,7 +120,7 @@ def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
 
 
 def _needed(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int]]:
-    """Return the (kind, part, microbatch) that end before an action begins; "I" stands for "B", too."""
+    """Return (kind, part, microbatch) of the actions that an action waits for; "I" stands for "B", too."""
     part, microbatch = action.part, action.microbatch
     if action.kind == "F":
         return [("F", part - 1, microbatch)] if part else []
@@ -139,10 +139,11 @@ def _seconds(action: Action, part: Part) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """Stages `begin` … `end` - 1, on a rank: their chain and sequence for one microbatch, and how many are in flight.
+    """Stages `begin` … `end` - 1 on a rank: their chain and sequence for one microbatch, and how many are in flight.
 
-    `fixed_bytes` (`fixed` of `plan_pipeline`, communication buffers) are always in memory; `left_bytes` (gradients that
-    `chain` counts) after the first backward; `waiting_bytes` from a backward for the inputs to that for the weights.
+    `fixed_bytes` (`fixed` of `plan_pipeline`, communication buffers) are always in memory. `left_bytes` (gradients that
+    `chain` counts) are in memory after the first backward, and `waiting_bytes` of a microbatch from its backward for
+    the inputs to that for the weights.
     """
 
     rank: int
@@ -161,7 +162,7 @@ class Part:
 
     @property
     def beside_bytes(self) -> int:
-        """Peak bytes outside of the forwards in flight: fixed bytes, gradients, and data of postponed backwards."""
+        """Most bytes besides the microbatches in flight: fixed bytes, gradients, and data of postponed backwards."""
         return self.fixed_bytes + self.left_bytes + self.flying.weights * self.waiting_bytes
 
     @property
@@ -174,8 +175,8 @@ class Part:
 class PipelinePlan:
     """The parts of a chain in order, `limits` in bytes by rank, and a lower bound in seconds, None if unknown.
 
-    Whatever the cuts, if sequences are memory-persistent and stay within the limits, the slowest part takes at least
-    `lower_bound` seconds a microbatch.
+    With any cuts and any memory-persistent sequences within the limits, the slowest part takes at least `lower_bound`
+    seconds a microbatch.
     """
 
     schedule: Schedule
@@ -212,7 +213,7 @@ class PipelinePlan:
 
 
 def part_of(chain: Chain, begin: int, end: int) -> Chain:
-    """Return stages begin … end - 1 as a chain. All parts but the last have no loss; their caller holds the output."""
+    """Return stages begin … end - 1 as a chain. Unless it is the last part, it has no loss, and its output is kept."""
     last = end == len(chain)
     return Chain(
         chain.stages[begin:end],
@@ -224,10 +225,10 @@ def part_of(chain: Chain, begin: int, end: int) -> Chain:
 
 
 def with_weights_put_off(part: Chain) -> Chain:
-    """Return `part` with backwards for the inputs only; what the postponed backwards for the weights read is kept.
+    """Return `part` with backwards for the inputs only, which keep what the postponed backwards for the weights read.
 
-    That data (everything that the stages save, their inputs, and the gradients of their outputs) counts as gradients
-    that each backward adds. A runtime that keeps less data needs less memory.
+    Each backward's `gradient` grows by these bytes: everything that the stage saves, its input, and the gradient of its
+    output. If a runtime keeps less of this, the step needs less memory than planned.
     """
     stages: list[Stage] = []
     for incoming, stage in zip(part.activation, part.stages, strict=False):
@@ -239,7 +240,7 @@ def with_weights_put_off(part: Chain) -> Chain:
 
 @dataclass(frozen=True)
 class DividedLimits:
-    """Each part's share of `limits`, in bytes by rank. `fixed` is bytes by stage; `buffers`: whether to count buffers.
+    """Each part's share of its rank's limit. `limits`: bytes by rank; `fixed`: bytes by stage; `buffers`: count them?
 
     If a rank has several parts, its limit is divided. Each part gets the fixed bytes of an average part. Of the rest, a
     share `working` is for the running microbatch, whichever part it runs through; the parts divide the remaining bytes
@@ -261,7 +262,7 @@ class DividedLimits:
         return int(self.working * self._free(number, more))
 
     def share(self, number: int, more: int = 0) -> int:
-        """Return a part's bytes besides `room`: its rank's limit, or a share of it if the rank has several parts."""
+        """Return the bytes that part `number` may use besides `room`: its rank's limit if it is the only part there."""
         schedule = self.schedule
         if schedule.virtual_stages == 1:
             return self.limits[number] + more
@@ -275,7 +276,7 @@ class DividedLimits:
         return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
 
     def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
-        """Build part `number`, with fixed and other bytes; it stores everything unless `sequence` is given."""
+        """Build part `number` of the pipeline from stages begin … end - 1; by default, it stores everything."""
         part, flying = part_of(chain, begin, end), self.flying[number]
         planned = with_weights_put_off(part) if flying.split else part
         return Part(

@@ -1,9 +1,10 @@
-"""The order of forwards and backwards on each rank of a pipeline, and how many microbatches are in flight, by schedule.
+"""Schedules: the order of forwards and backwards on each rank of a pipeline, and how many microbatches are in flight.
 
 The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13): GPipe (Huang et al., 2019), 1F1B
 (Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021), interleaved 1F1B (arXiv 2104.04473), and
-ScheduleInterleavedZeroBubble with one part on each rank, the ZB-H1 of Qi et al. (arXiv 2401.10241), which splits
-backwards; "zero-bubble-whole" does not. Rank r of P has the parts r, r + P, r + 2P, … of the chain.
+ScheduleInterleavedZeroBubble with one part on each rank (ZB-H1 of Qi et al., arXiv 2401.10241), which has separate
+backwards for inputs and weights. "zero-bubble-whole" has its order without separate backwards. Rank r of P has the
+parts r, r + P, r + 2P, … of the chain.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule by its name in `SCHEDULES`, for `ranks` with `virtual_stages` parts each, and `microbatches`.
+    """A schedule by its name in `SCHEDULES`, for a number of ranks, of microbatches, and of parts on each rank.
 
     Raises ValueError for an unknown name, for numbers < 1, for several parts on a rank unless the schedule is
     interleaved, and for a number of microbatches that does not divide into the schedule's equal rounds.
@@ -69,7 +70,7 @@ class Schedule:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of an interleaved schedule, in each of which a rank runs all of its parts."""
+        """Number of rounds into which an interleaved or zero-bubble schedule divides the microbatches."""
         return max(1, self.microbatches // self.ranks)
 
     def rank_of(self, part: int) -> int:
@@ -92,7 +93,7 @@ def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
 
 
 def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = None) -> list[Action]:
-    """Return the actions of torch's `_get_1f1b_rank_ops`: warmup forwards, then a forward and a backward in turns.
+    """Return the actions of torch's `_get_1f1b_rank_ops`: some forwards, then a forward and a backward in turns.
 
     With `put_off`, these backwards are for the inputs only; that for the weights follows `put_off` backwards later.
     """
@@ -128,7 +129,7 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
     "gpipe": lambda schedule, rank: [Action(kind, rank, n) for kind in _WHOLE for n in range(schedule.microbatches)],
     "1f1b": _one_forward_one_backward,
     "interleaved": lambda schedule, rank: _rounds(schedule, rank, per_hop=2),
-    # Rank r postpones the weights' backwards of r microbatches; rank 0 postpones none: its backward stays whole.
+    # Rank r runs a backward for the weights r backwards late; rank 0, which has nothing to postpone, splits none.
     "zero-bubble": lambda schedule, rank: _rounds(schedule, rank, per_hop=1, put_off=rank or None),
     "zero-bubble-whole": lambda schedule, rank: _rounds(schedule, rank, per_hop=1),
 }
@@ -136,7 +137,7 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """How many microbatches of one part are in flight at once in a schedule, at most."""
+    """Upper bounds of how many microbatches of one part are in flight at once in a schedule."""
 
     forwards: int  # Number of microbatches from the begin of their forward to the end of their backward
     weights: int = 0  # Number of microbatches that wait for the backward for the weights
@@ -144,14 +145,14 @@ class InFlight:
 
 
 def in_flight(schedule: Schedule) -> list[InFlight]:
-    """Return, for each part of the chain, how many microbatches are in flight at most, from its rank's actions."""
+    """Return, for each part of the chain, the most microbatches in flight at once, counted in its rank's actions."""
     found = [InFlight(1)] * schedule.parts
     for rank in range(schedule.ranks):
         forwards: Counter[int] = Counter()
         weights: Counter[int] = Counter()
         for action in schedule.order(rank):
             part, kind = action.part, action.kind
-            # The action's own microbatch is in progress; all others wait.
+            # Count the microbatches that wait during the action. Its own, which runs, is added below.
             forwards[part] -= kind in ("B", "I")
             weights[part] -= kind == "W"
             most = found[part]
@@ -164,24 +165,24 @@ def in_flight(schedule: Schedule) -> list[InFlight]:
 
 
 def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight) -> int:
-    """Return the bytes of torch's communication buffers for part `number`, beyond the microbatches in flight.
+    """Return the bytes of torch's communication buffers for part `number`, beyond those of microbatches in flight.
 
     For every microbatch, torch's `PipelineStage` has a receive buffer for the input (`args_recv_info`; the first part
     has the inputs themselves), and one for the output's gradient (`grad_recv_info`). The last part keeps all outputs
-    (`output_chunks`), and computes the loss right after each forward, which keeps at most the loss's scratch memory.
-    Sent outputs and gradients of inputs are held until the schedule waits for them: one tensor at a time in 1f1b,
-    gradients to the end of all backwards in gpipe, everything to the end of the step in other schedules.
+    (`output_chunks`), and computes the loss right after each forward; what the loss saves is counted as its scratch
+    memory. Sent outputs and gradients of inputs stay in memory until the schedule waits for their sends: in 1f1b one
+    tensor at a time, in gpipe gradients to the end of all backwards, in others everything to the end of the step.
     """
     count = schedule.microbatches
-    others = count - flying.forwards  # the chain's simulation counts inputs and outputs of microbatches in flight
+    others = count - flying.forwards  # inputs and outputs of microbatches in flight are in the simulated memory already
     incoming, outgoing = part.input_bytes, part.activation[-1]
-    # Sent gradients of inputs that are in memory at the peak. In gpipe, each replaces a finished microbatch, which held
+    # Bytes of sent gradients of inputs at the peak. In gpipe, each takes the memory of a finished microbatch, which had
     # at least an output.
     held = {"1f1b": incoming, "gpipe": incoming + (count - 1) * max(0, incoming - outgoing)}
     gradients = 0 if number == 0 else held.get(schedule.name, incoming * count)
     if number == schedule.parts - 1:
         return others * (incoming + outgoing) + gradients + (flying.forwards - 1) * part.loss_temp
     sent = {"gpipe": 0, "1f1b": outgoing}.get(schedule.name, others * outgoing)
-    # The simulation also counts the gradient of the output, which is in a receive buffer. That count stands for the
-    # output: the rank holds it throughout the backward, but stages are measured with no holder of their output.
+    # The simulation counts the gradient of the output, which is in a receive buffer, but not the output, which the rank
+    # keeps throughout the backward. Both have the same size, so neither is added here.
     return others * incoming + count * outgoing + gradients + sent

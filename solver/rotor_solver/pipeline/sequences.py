@@ -1,15 +1,15 @@
 """The fastest sequence of a part with several microbatches in flight.
 
-If each microbatch keeps at most K bytes from forward to backward, a_0 included, one of k in flight has M = limit -
-(k - 1) · K bytes. All values of K are tried, from least to most. For each K, a recurrence like that of
+If each microbatch keeps at most K bytes from forward to backward, a_0 included, the running one of k in flight has M =
+limit - (k - 1) · K bytes. All values of K are tried, from least to most. For each K, a recurrence like that of
 `persistent.recurrence` has two kinds of intervals:
 
-    [i, L]         with the loss. Memory kept before a_i's own stages run is kept to the loss, so `kept`, the remaining
-                   bytes of K, also determines the rest of M: kept + M - K. Each choice takes from both.
+    [i, L]         with the loss. Everything kept before stage i runs is kept to the loss, so the unused bytes of K also
+                   determine the free bytes of M, which are M - K more. Each choice takes bytes from both.
     [i, l], l < L  after the loss. No bytes are kept for it any more, so the interval may use all free bytes of M.
 
 `least_in_flight` has the exact least limit, from the Pareto front of (bytes kept from forward to backward, bytes that
-the microbatch in progress needs) for every [i, L].
+the running microbatch needs) for every [i, L].
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def bytes_in_flight(kept: int, peak: int, count: int) -> int:
 class Microbatch:
     """Bytes and seconds of one microbatch through a chain, the chain's input counted.
 
-    `kept_bytes` are in memory when the loss begins, input and output included: a waiting microbatch holds them from its
-    forward to its backward, which begins with the loss.
+    `kept_bytes` is in memory when the loss begins, input and output included: a microbatch in flight that does not run
+    has these bytes in memory. The loss counts as the first operation of the backward.
     """
 
     kept_bytes: int
@@ -88,7 +88,7 @@ def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
         return bytes_in_flight(start + kept, start + need, count)
 
     label = best = min(_labels(costs, least), key=total)
-    choices, stage = {}, 0  # Choices for the intervals that contain the loss, by their first stage
+    choices, stage = {}, 0  # Codes of choices for the intervals that end at the loss, by their first stage
     while label[3]:
         choices[stage] = label[2]
         stage = stage + 1 if label[2] >= 0 else -label[2]
@@ -100,8 +100,8 @@ def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
     return total(best), Sequence(operations_of(length, choose), "recompute-all")
 
 
-# Bytes kept, bytes needed, the choice for the interval, and the label of the next interval that contains the loss. A
-# tuple, not a class: there are thousands of labels for every part.
+# Of an interval that ends at the loss: bytes kept, bytes needed, the code of a choice, and the label of the next such
+# interval. A tuple, not a class, since there are thousands of labels for every part.
 _Label = tuple[int, int, int, Any]
 
 
@@ -141,14 +141,14 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
     return kept
 
 
-# Upper bound of a table's 8-byte numbers (160 MB), else slots get larger. Not measured; fewer make sequences slower.
+# Upper bound of a table's 8-byte entries (160 MB); larger slots keep within it. Not measured; too low slows sequences.
 _NUMBERS = 2e7
-# Upper bound of the pairs of slots that a table visits, half a second. Not measured; too low makes sequences slower.
+# Upper bound of the pairs of slots that a table visits, in half a second. Not measured; too low slows sequences.
 _PAIRS = 3e8
 
 
 def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> float:
-    """Return a lower bound in seconds within `mem_limit` bytes, quick with few slots; infinite if nothing fits."""
+    """Return a lower bound, in seconds, for `fastest_in_flight`; quick with few slots, infinite if no sequence fits."""
     stored = store_all(chain)
     if fits(chain, stored, mem_limit, count):
         return stored.lower_bound or 0.0
@@ -175,7 +175,7 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
     costs = costs_of(chain)
     unit, exact = _unit(costs, mem_limit, count, slots)
     table = _Table(costs, mem_limit, count, unit, up=True)
-    # With few slots, the table may have none of the sequences that fit.
+    # With few slots, rounding may exclude every sequence that fits: then take the one with the least limit.
     sequence = table.sequence() or fallback
     assert fits(chain, sequence, mem_limit, count)
     made = simulate(chain, sequence).makespan
@@ -184,12 +184,12 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
 
 
 def _bound(costs: Costs, mem_limit: int, count: int, unit: int) -> float:
-    # Freed bytes (negative `taken`) may round up beyond the table's last slot. The table is then no bound: return 0.
+    # With a negative `taken` (more freed than saved), memory may exceed the table's last slot, so times are no bounds.
     return _Table(costs, mem_limit, count, unit, up=False).extra if costs.taken.min(initial=0) >= 0 else 0.0
 
 
 def _unit(costs: Costs, mem_limit: int, count: int, slots: int) -> tuple[int, bool]:
-    """Return the bytes in a slot, and whether all sizes that operations leave in memory are whole slots."""
+    """Return the bytes of a slot, and whether all sizes that operations keep are multiples of them."""
     length = len(costs.activation) - 1
     width = min(slots * count, _NUMBERS / (2 * length**2), _PAIRS / (length**3 / 3))
     divisor = int(np.gcd(np.gcd.reduce(costs.activation), np.gcd.reduce(costs.taken, axis=None)))
@@ -203,7 +203,7 @@ def fits(chain: Chain, sequence: Sequence, mem_limit: int, count: int) -> bool:
 
 
 class _Table:
-    """Table of `in_flight_kernels`. `extra`: least seconds beyond storing everything, infinite if nothing fits."""
+    """Table of `in_flight_kernels`, sizes rounded `up` or down. `extra`: least seconds beyond storing everything."""
 
     def __init__(self, costs: Costs, mem_limit: int, count: int, unit: int, *, up: bool) -> None:
         from rotor_solver.pipeline import in_flight_kernels as kernels
@@ -218,13 +218,13 @@ class _Table:
         self.again = np.full((2, length, length, self.limit + 1), np.inf)
         self._arguments = (self.again, costs, self.taken, self.activation, unit, self.offset)
         kernels.fill(self._arguments)
-        # Number of slots by which stages may free more than they save, each by the option that frees most.
+        # Number of slots by which all stages may free more than they save, each by the option that frees most
         self._below = sum(int(max(0, -self.taken[:, low:high].min())) for low, high in pairwise(costs.first.tolist()))
         extra, kept = kernels.best_kept(self._arguments, count, self._below)
         self.extra, self._kept = float(extra), int(kept)
 
     def sequence(self) -> Sequence | None:
-        """Return a sequence that takes `extra` seconds more than storing everything; None if nothing fits."""
+        """Return a sequence that takes `extra` seconds more than storing everything; None if no sequence fits."""
         if self._kept < 0:
             return None
         length = len(self.costs.activation) - 1
@@ -248,7 +248,7 @@ class _Table:
 
 
 def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
-    """Return the fastest sequence with at most `kept` bytes when the loss begins, and a peak within `kept + room`."""
+    """Return the fastest sequence with `kept` bytes or fewer when the loss begins, and a peak within `kept + room`."""
     stored = store_all(chain)
     one = Microbatch.of(chain, stored)
     if one.kept_bytes <= kept and one.peak_bytes <= kept + room:
@@ -257,5 +257,5 @@ def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
 
 
 def has_room(chain: Chain, kept: int, room: int) -> bool:
-    # The chain's loss already counts the gradient of the output, so that is subtracted from `room`.
+    # At the loss, a plan counts the gradient of the output besides the loss's scratch: subtract it from `room`.
     return kept >= 0 and min_bytes(with_room_at_loss(chain, room - chain.activation[-1])) <= kept + room

@@ -243,7 +243,7 @@ def test_the_example_of_the_note_has_these_rows_and_windows() -> None:
     assert "[3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from 93 to 100" in NOTE
     finer = [each.rows for each in (table_of(1, best, found), table_of(1, best))]
     assert [int(np.maximum(0, each.high - each.begin).sum()) for each in finer] == [14, 172]
-    assert "has 14 numbers; without windows it would have 172" in NOTE
+    assert "has 14 entries; without windows it would have 172" in NOTE
 
 
 @settings(max_examples=24, deadline=None)
