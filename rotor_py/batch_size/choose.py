@@ -40,13 +40,12 @@ R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
 _MOST = 2**16  # default of `most`: the largest batch that may be chosen
-# Upper bound of searches with a lower limit while a simulated device would run out. A guess; too few may not fit.
+# Upper bound of repeated searches while a simulated device would run out of memory. A guess: too few may not fit.
 _LOWERED = 3
-# Upper bound of batches measured to find the fastest, as noisy times could prolong the search. A guess; few miss it.
+# Upper bound of batches measured to find the fastest, as noisy times prolong the search. A guess: too few miss it.
 _ROUNDS = 4
-# Predicted gain in samples a second, as a share, above which another batch is measured. Plans may err by as much.
-_TOLERANCE = 0.005
-_ROUNDED = 4 * 512  # Bytes a stage by which CUDA's rounding to 512 may falsify lines. A guess; few miss larger batches.
+_TOLERANCE = 0.005  # Predicted gain in speed, as a share, above which another batch is measured; plans err by as much
+_ROUNDED = 4 * 512  # Bytes per stage by which CUDA's rounding to 512 may raise a line. A guess: too few miss batches.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ def choose_among(
     most: int = _MOST,
     keep_limit: bool = True,
 ) -> PlannedBatch:
-    """Choose for `aim`. Unless `keep_limit`, lower the limit while the allocator would reserve more than it may."""
+    """Choose a batch for `aim`. Unless `keep_limit`, lower the limit while a simulated device would run out."""
     candidates = _candidates(multiple, effective_batch, most, fresh_grads=batches.fresh_grads)
     found = _chosen(aim, batches, candidates, effective_batch)
     for _ in range(_LOWERED):
@@ -126,7 +125,7 @@ def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_
             raise _infeasible(batches, among[0], limit)
         if over is not None:
             fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
-        if curve is None:  # not earlier: `optimizer_seconds` runs `optimizer.step()`, which needs a limit that fits
+        if curve is None:  # only now: `optimizer_seconds` runs an optimizer step, which fits if a batch does
             curve = Curve(batches.costs, limit, batches.optimizer_seconds, effective_batch, batches.slots)
         chosen, gap, tried = fits.batch, None, {fits.batch}
         if aim == "best":
@@ -207,7 +206,7 @@ def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, 
 def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[int, float]:
     """Return the fastest measured batch `inside`, and the share by which an unmeasured one may be faster per sample."""
     for left in range(_ROUNDS, -1, -1):
-        curve.planned.clear()  # these costs were interpolated without the batch measured last
+        curve.planned.clear()  # planned from costs that were interpolated without the batch measured last
         seen = curve.best(inside)
         best = min((batch for batch in batches.costs if batch in inside), key=curve.per_sample)
         gap = max(0.0, curve.per_sample(best) / curve.per_sample(seen) - 1)
@@ -264,9 +263,8 @@ def _for_one_aim(choose: Callable[Concatenate[Aim, P], R]) -> Callable[[Callable
 def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """Find the largest batch for which a planned training step of `model` stays within `mem_limit`.
 
-    Measures some batches stage by stage, which needs less memory than a step, then runs a real step with the batch
-    found, and restores parameters, gradients, optimizer state, buffers and random state. Processes that train together
-    choose the same batch.
+    Measures some batches stage by stage, which needs less memory than a step, then runs a real step with the one found.
+    Restores parameters, gradients, buffers, optimizer and random state. Processes that train together find the same.
 
     Args:
         model: any model that `Checkpointable` takes.

@@ -65,7 +65,7 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """Return a batch's costs, measured at the first call. Raises UnsupportedModelError if bytes do not grow."""
+        """Return a batch's costs, measured once. Raises UnsupportedModelError if samples do not grow with the batch."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
@@ -104,7 +104,7 @@ class MeasuredBatches:
 
     @property
     def optimizer_seconds(self) -> float:
-        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. Call `of` before."""
+        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. Call `of` first."""
         network, optimizer = self._any, self._optimizer
         if optimizer is None:
             return self.agreed(0.0)
@@ -154,7 +154,7 @@ class MeasuredBatches:
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Return each batch's least seconds of `_TURNS` steps, in turns so that load slows all alike. No optimizer."""
+        """Return each batch's least seconds of `_TURNS` steps, without optimizer; in turns, so that load hits all alike."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():

@@ -31,7 +31,7 @@ from rotor_solver.offload import Link
 _GROWTH = 4
 # Number of batches chosen by lines, which mislead if bytes are not convex, before bisection. A guess; more cost time.
 _PATIENCE = 8
-_POINTS = 24  # Number of batches, at equal ratios, that the search for the fastest plans first. A guess; few miss it.
+_POINTS = 24  # Number of batches, at equal ratios, with which the search begins. A guess: too few miss the fastest.
 _CLOSER = 8  # Number of batches planned between the neighbours of the fastest one so far
 _FINE = 0.01  # The search ends when the fastest batch's neighbours differ by at most this share of it
 
@@ -98,7 +98,7 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
 
 
 def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None:
-    """Interpolate the costs of a step of `batch`; None without two measured batches that have the same stages.
+    """Interpolate the costs of a step of `batch`; None if too few measured batches have the stages of the nearest one.
 
     Outside the measured batches, bytes follow the line through the two nearest. Seconds there are proportional to the
     batch, since a line through noisy times may be far off.
@@ -213,7 +213,7 @@ def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int
         most = _GROWTH * max(known)
         return most if ahead is None else min(ahead, most)
     between = _meets(known, below[-1], above, mem_limit)
-    # Between a batch that fits and one that does not, the line is an upper bound: where it meets the limit, all fits.
+    # Between a batch that fits and one that does not, the line is an upper bound: a batch below its limit should fit.
     return max(fits, between) if between is not None and between > fits else ahead or fits
 
 
@@ -263,7 +263,7 @@ class Curve:
     def best(self, candidates: Sequence[int]) -> int:
         """Return the candidate with the least seconds per sample: try a few, then more and more around the best so far.
 
-        Larger batches share fixed costs among more samples, but recompute more: the best may be neither end.
+        Larger batches share fixed costs among more samples, but recompute more, so the best is often in between.
         """
         looked = sorted({*_spread(candidates, _POINTS), *(batch for batch in self.measured if batch in candidates)})
         while True:

@@ -45,7 +45,7 @@ def stages_of(schedule: Any) -> list[PipelineStage]:
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
-    """Yield stage index and type of this rank's computations: F (forward), B (backward), I and W (its halves)."""
+    """Yield stage index and type of this rank's computations: forward F, backward B or its parts I (inputs), W."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
         message = f"schedule must have a list of its actions, pipeline_order, got {type(schedule).__name__}"
@@ -83,6 +83,6 @@ def whole_backward() -> Callable[[], None]:
     """Pass this as the `dw_builder` of `PipelineStage`, to compute weight gradients along with input gradients.
 
     Without it, a zero-bubble schedule keeps a microbatch's saved tensors and output gradients until its backward for
-    weights, which a recomputed stage does not need: its backward for inputs computes all gradients. They are the same.
+    weights. A recomputed stage needs none: its backward for inputs computes all gradients, which are the same.
     """
     return lambda: None

@@ -25,8 +25,7 @@ _joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # results of `joined`, b
 def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     """Return a group of all processes that share `groups` with this one, directly or through others; None without any.
 
-    Groups with different members must be dimensions of one device mesh. As the first call may create the group, all its
-    processes must make that call together.
+    Groups with different members must be dimensions of one device mesh. All must make the first call together.
     """
     different = list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.items())
     if len(different) <= 1:
@@ -134,7 +133,7 @@ def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the processes that communicate in stages of `model`, and so must run each stage equally often; or None."""
+    """Return the processes that communicate inside stages of `model`, and so must run them equally often; or None."""
     synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return processes(model) if synchronized or _sharing_parameters(model) else None
 

@@ -104,7 +104,7 @@ class ShardGroup:
 
     @property
     def unsupported(self) -> str | None:
-        """Reason why `ShardedParameter` cannot describe a parameter, to follow "a parameter"; None without any."""
+        """Why `ShardedParameter` cannot describe a parameter, to end a sentence "a parameter …"; None if it can."""
         for part in self._parts:
             for each in part.fsdp_params:
                 if hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather"):
@@ -294,8 +294,7 @@ def gathered_again(function: Any) -> Iterator[None]:
 def gathered_to_read() -> Iterator[Callable[[Collection[ShardGroup]], None]]:
     """Gather sharded parameters that a recomputation in a backward reads, since FSDP may have gathered another group.
 
-    Yields a function that gathers the given groups, and frees other groups that it gathered before. All processes must
-    call it with the same groups in the same order.
+    Yields a function that gathers groups and frees others that it gathered. All processes must make the same calls.
     """
     here: list[ShardGroup] = []
 

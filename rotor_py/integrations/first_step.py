@@ -54,8 +54,7 @@ class FirstTrainingStep:
     Args:
         found: called once, with a `FirstStep`.
         mem_limit: limit of a whole step's peak, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`. `fresh_grads` defaults to True, and becomes False if parameters
-            have gradients when a forward begins.
+        settings: other arguments of `Checkpointable`. `fresh_grads` is True until a forward begins with gradients.
         limited: whether to refuse, before measuring, a step that cannot fit the limit.
         closely: whether to measure times more exactly, for a search of the least limit with a given overhead.
 

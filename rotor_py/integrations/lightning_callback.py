@@ -43,7 +43,7 @@ class MemoryLimit(Callback):
         self.planned: Checkpointable | None = None
         """The planned network of the last `fit`, for `report()` and `summary()`; None before the first."""
 
-    # Not in `setup`, before which `configure_model` has not run, and the model is not on its device yet.
+    # Not in `setup`: at that time, `configure_model` has not run, and the model is not on its device.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name = largest_child(pl_module) if self._network is None else self._network
         self.planned = self._models.plan(pl_module.get_submodule(name))

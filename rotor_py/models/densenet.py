@@ -42,7 +42,7 @@ class DenseLayer(nn.Module):
 class DenseNet(NamedChain):
     """A stem, blocks of `block_config[i]` dense layers with transitions between them, and a classifier.
 
-    The stem makes `num_init_features` channels, and each dense layer adds `growth_rate` after a dropout of rate
+    The stem makes `num_init_features` channels; each dense layer adds `growth_rate` channels, after a dropout of rate
     `drop_rate`. Raises ValueError for torchvision's `memory_efficient=True`: the plan decides what to recompute.
     """
 
@@ -107,20 +107,20 @@ def _rename_old_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 def densenet121(**options: Any) -> DenseNet:
-    """DenseNet-121: 7,978,856 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
+    """DenseNet-121: 7,978,856 parameters. Takes the keywords of `DenseNet` from `bn_size` on."""
     return DenseNet(32, (6, 12, 24, 16), 64, **options)
 
 
 def densenet161(**options: Any) -> DenseNet:
-    """DenseNet-161: 28,681,000 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
+    """DenseNet-161: 28,681,000 parameters. Takes the keywords of `DenseNet` from `bn_size` on."""
     return DenseNet(48, (6, 12, 36, 24), 96, **options)
 
 
 def densenet169(**options: Any) -> DenseNet:
-    """DenseNet-169: 14,149,480 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
+    """DenseNet-169: 14,149,480 parameters. Takes the keywords of `DenseNet` from `bn_size` on."""
     return DenseNet(32, (6, 12, 32, 32), 64, **options)
 
 
 def densenet201(**options: Any) -> DenseNet:
-    """DenseNet-201: 20,013,928 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
+    """DenseNet-201: 20,013,928 parameters. Takes the keywords of `DenseNet` from `bn_size` on."""
     return DenseNet(32, (6, 12, 48, 32), 64, **options)

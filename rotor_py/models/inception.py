@@ -135,7 +135,7 @@ def _average(x: Tensor) -> Tensor:
 
 
 class FromImageNet(nn.Module):
-    """Converts images from the normalisation of torchvision's other networks to a mean and deviation of 0.5."""
+    """Converts images normalised for torchvision's other networks to the mean and deviation of Inception's, 0.5."""
 
     mean = (0.485, 0.456, 0.406)
     deviation = (0.229, 0.224, 0.225)
@@ -148,7 +148,7 @@ class FromImageNet(nn.Module):
 class Inception3(NamedChain):
     """A stem, eleven blocks of branches, and a linear classifier after a dropout of rate `dropout`.
 
-    `transform_input=True` converts images that are normalised for the other networks. `init_weights=False` keeps
+    `transform_input=True` converts images normalised for torchvision's other networks. `init_weights=False` keeps
     PyTorch's initial weights. Raises ValueError for `aux_logits=True`: a chain has no auxiliary classifier.
     """
 
@@ -206,5 +206,5 @@ def _without_auxiliary_classifier(module: nn.Module, state_dict: dict[str, Any],
 
 
 def inception_v3(**options: Any) -> Inception3:
-    """Inception v3: 23,834,568 parameters. The keywords are those of `Inception3`."""
+    """Inception v3: 23,834,568 parameters. Takes the keywords of `Inception3`."""
     return Inception3(**options)

@@ -20,7 +20,6 @@ class NamedChain(nn.Sequential):
         return super().__getitem__(idx)
 
     def initialise_convolutions(self) -> None:
-        """Give all convolutions initial weights by `kaiming_normal_`."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

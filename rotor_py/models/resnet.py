@@ -41,7 +41,7 @@ class ResidualBlock(nn.Module):
 
 
 class BasicBlock(ResidualBlock):
-    """A block of two 3 x 3 convolutions. Raises ValueError for groups, another width or a dilation, as torchvision."""
+    """A block of two 3 x 3 convolutions. Raises ValueError for groups, width or dilation, as torchvision does."""
 
     expansion, last_norm = 1, "bn2"
 
@@ -171,35 +171,35 @@ class ResNet(NamedChain):
 
 
 def resnet18(**options: Any) -> ResNet:
-    """ResNet-18: 11,689,512 parameters. The keywords are those of `ResNet`."""
+    """ResNet-18: 11,689,512 parameters. Takes the keywords of `ResNet` from `num_classes` on."""
     return ResNet(BasicBlock, (2, 2, 2, 2), **options)
 
 
 def resnet34(**options: Any) -> ResNet:
-    """ResNet-34: 21,797,672 parameters. The keywords are those of `ResNet`."""
+    """ResNet-34: 21,797,672 parameters. Takes the keywords of `ResNet` from `num_classes` on."""
     return ResNet(BasicBlock, (3, 4, 6, 3), **options)
 
 
 def resnet50(**options: Any) -> ResNet:
-    """ResNet-50: 25,557,032 parameters. The keywords are those of `ResNet`."""
+    """ResNet-50: 25,557,032 parameters. Takes the keywords of `ResNet` from `num_classes` on."""
     return ResNet(Bottleneck, (3, 4, 6, 3), **options)
 
 
 def resnet101(**options: Any) -> ResNet:
-    """ResNet-101: 44,549,160 parameters. The keywords are those of `ResNet`."""
+    """ResNet-101: 44,549,160 parameters. Takes the keywords of `ResNet` from `num_classes` on."""
     return ResNet(Bottleneck, (3, 4, 23, 3), **options)
 
 
 def resnet152(**options: Any) -> ResNet:
-    """ResNet-152: 60,192,808 parameters. The keywords are those of `ResNet`."""
+    """ResNet-152: 60,192,808 parameters. Takes the keywords of `ResNet` from `num_classes` on."""
     return ResNet(Bottleneck, (3, 8, 36, 3), **options)
 
 
 def resnet200(**options: Any) -> ResNet:
-    """ResNet-200: 64,673,832 parameters. The keywords are those of `ResNet`.
+    """ResNet-200: 64,673,832 parameters. Takes the keywords of `ResNet` from `num_classes` on.
 
-    The depths are those of He et al., "Identity mappings in deep residual networks"; the blocks are those of ResNet-50.
-    torchvision has no such network.
+    The numbers of blocks are from He et al., "Identity mappings in deep residual networks"; the blocks are those of
+    ResNet-50. torchvision has no such network.
     """
     return ResNet(Bottleneck, (3, 24, 36, 3), **options)
 

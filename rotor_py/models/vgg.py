@@ -59,40 +59,40 @@ def _vgg(counts: Sequence[int], options: dict[str, Any], *, batch_norm: bool = F
 
 
 def vgg11(**options: Any) -> VGG:
-    """VGG-11: 132,863,336 parameters. The keywords are those of `VGG`."""
+    """VGG-11: 132,863,336 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((1, 1, 2, 2, 2), options)
 
 
 def vgg11_bn(**options: Any) -> VGG:
-    """VGG-11 with batch norm: 132,868,840 parameters. The keywords are those of `VGG`."""
+    """VGG-11 with batch norm: 132,868,840 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((1, 1, 2, 2, 2), options, batch_norm=True)
 
 
 def vgg13(**options: Any) -> VGG:
-    """VGG-13: 133,047,848 parameters. The keywords are those of `VGG`."""
+    """VGG-13: 133,047,848 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((2, 2, 2, 2, 2), options)
 
 
 def vgg13_bn(**options: Any) -> VGG:
-    """VGG-13 with batch norm: 133,053,736 parameters. The keywords are those of `VGG`."""
+    """VGG-13 with batch norm: 133,053,736 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((2, 2, 2, 2, 2), options, batch_norm=True)
 
 
 def vgg16(**options: Any) -> VGG:
-    """VGG-16: 138,357,544 parameters. The keywords are those of `VGG`."""
+    """VGG-16: 138,357,544 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((2, 2, 3, 3, 3), options)
 
 
 def vgg16_bn(**options: Any) -> VGG:
-    """VGG-16 with batch norm: 138,365,992 parameters. The keywords are those of `VGG`."""
+    """VGG-16 with batch norm: 138,365,992 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((2, 2, 3, 3, 3), options, batch_norm=True)
 
 
 def vgg19(**options: Any) -> VGG:
-    """VGG-19: 143,667,240 parameters. The keywords are those of `VGG`."""
+    """VGG-19: 143,667,240 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((2, 2, 4, 4, 4), options)
 
 
 def vgg19_bn(**options: Any) -> VGG:
-    """VGG-19 with batch norm: 143,678,248 parameters. The keywords are those of `VGG`."""
+    """VGG-19 with batch norm: 143,678,248 parameters. Takes the keywords of `VGG` from `num_classes` on."""
     return _vgg((2, 2, 4, 4, 4), options, batch_norm=True)
