@@ -235,7 +235,7 @@ def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_
             raise InvalidValueError(message, kind="not_a_count", name=name)
     if effective_batch is None:
         if multiple > most:
-            message = f"multiple is {multiple} and most is {most}, so there is no batch to choose"
+            message = f"raise most or lower multiple: no multiple of {multiple} is at most {most}"
             raise InvalidValueError(message, kind="no_batch", name="multiple", multiple=multiple, most=most)
         return range(multiple, most + 1, multiple)
     if fresh_grads:

@@ -154,7 +154,7 @@ class MeasuredBatches:
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Return each batch's least seconds of `_TURNS` steps, without optimizer; in turns, so that load hits all alike."""
+        """Return each batch's least seconds of `_TURNS` steps, no optimizer; in turns, so that load hits all alike."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():

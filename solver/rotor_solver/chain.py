@@ -91,7 +91,7 @@ class Stage:
 
 
 def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
-    """Return the stage with sizes as ints and times as floats. Raises ValueError about `where` for invalid costs."""
+    """Return the stage with sizes as ints, times as floats. Raises ValueError, naming `where`, if a cost is invalid."""
     given = listed(stage.options, f"options of {where}")
     if not given:
         raise InvalidValueError(f"{where} must have at least one option", kind="no_options", name=where)
@@ -153,7 +153,6 @@ def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE
 
 
 def check_chain(chain: Any) -> None:
-    """Raise InvalidTypeError unless `chain` is a `Chain`."""
     check_type(chain, Chain, "chain", "build one by Chain.from_arrays(…)")
 
 

@@ -21,7 +21,7 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 _NOTHING = -(2**60)  # Bytes that an empty interval needs: less than any other need, even if a size is added to it
-# Upper bound of a table's 8-byte entries (1 GiB); larger slots keep within it. Not measured; too low slows schedules.
+# Upper bound of a table's 8-byte entries (1 GiB); slots grow to stay below. Not measured; too low slows schedules.
 _LARGEST_TABLE = 2**27
 
 
@@ -72,7 +72,7 @@ def forward_steps(steps: int, snapshots: int) -> int:
 
 
 def _advance(steps: int, snapshots: int) -> int:
-    """Return how many steps ahead Revolve takes its next snapshot, for steps > 1: min(β(s, r-1), n - β(s-1, r-1))."""
+    """Return the number of steps to Revolve's next snapshot, for steps > 1: min(β(s, r-1), n - β(s-1, r-1))."""
     below, reached, repeats = 0, 1, 0
     while reached < steps:
         repeats += 1
@@ -98,8 +98,8 @@ def _revolve(length: int, snapshots: int) -> dict[tuple[int, int], int]:
 class Periodic:
     """Checkpoints are the inputs of stages 0, n, 2n, … for n = `every`, but at most `max_checkpoints` of them.
 
-    The stages from one checkpoint to the next are a segment. The last segment is stored; of the others, only the
-    checkpoints are. `every` defaults to the fastest n that fits. Raises ValueError if `every` or `max_checkpoints` < 1.
+    The stages from one checkpoint to the next are a segment. The last segment is stored, all others are recomputed.
+    `every` defaults to the fastest n that fits. Raises ValueError if `every` or `max_checkpoints` < 1.
     """
 
     every: int | None = None
@@ -123,7 +123,7 @@ class Periodic:
 
 @dataclass(frozen=True, slots=True)
 class Sqrt:
-    """k = round(√L) segments of ⌊L/k⌋ or ⌈L/k⌉ stages: O(√L) memory for identical stages.
+    """Recomputes all but the last of k = round(√L) segments of stages: O(√L) memory for identical stages.
 
     Chen et al. 2016, arXiv:1604.06174. Segment p begins at stage ⌊p L / k⌋, for p = 0 … k-1.
     """
@@ -173,8 +173,7 @@ class GriewankHeterogeneous:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the fastest such schedule within `mem_limit` bytes, chain input included, up to rounding to slots.
 
-        If all sizes are multiples of a slot, nothing is rounded. Raises InfeasibleError if none fits, with the least
-        limit.
+        Rounds nothing if a slot divides all sizes. Raises InfeasibleError, with the exact least limit, if none fits.
         """
         check_chain(chain)
         mem_limit = whole_bytes(mem_limit)

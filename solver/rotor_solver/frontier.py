@@ -82,7 +82,7 @@ class Frontier:
         for limit, made in self:
             if made <= self.stored * (1 + overhead):
                 return limit
-        message = f"overhead must be higher: none of the {len(self)} limits has at most {overhead}"
+        message = f"overhead must be higher: none of the {len(self)} limits has a plan with at most {overhead}"
         raise InvalidValueError(message, kind="overhead_too_low", name="overhead", got=overhead)
 
     def plot(self, path: str | PathLike[str]) -> None:

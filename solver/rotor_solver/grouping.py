@@ -20,7 +20,7 @@ _GROUPS = 400  # Number of groups of a longer chain. Not measured; more cost sec
 def joined(chain: Chain) -> list[range] | None:
     """Return the groups in which a very long chain's stages are merged before planning; None for other chains.
 
-    Groups have nearly equal lengths: each begins at the smallest activation near the begin of an equal share.
+    Groups have nearly equal lengths: each begins at the smallest activation near the start of an equal share.
     """
     length = len(chain)
     if length <= _LONGEST:
@@ -38,7 +38,7 @@ def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
     """Return a lower bound of the seconds of sequences within `mem_limit` bytes; storing everything takes `stored`.
 
     A stage that is not in memory when the loss runs is recomputed at least once. Which stages to store is a knapsack
-    problem. Its upper bound of the seconds saved stores stages by seconds saved per byte, the last one only in part.
+    problem: in the order of seconds saved per byte, the last one in part, they save at least as much as any that fit.
     """
     seconds, room = stored, float(mem_limit - chain.input_bytes - chain.activation[-1] - chain.loss_temp)
     items: list[tuple[float, float]] = []  # Seconds that storing a stage saves, and the bytes that it takes

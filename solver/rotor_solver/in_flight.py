@@ -347,7 +347,7 @@ def solve_in_flight(
     worth: float = 0.0,
     slots: int = 500,
 ) -> JointPlan:
-    """Return the fastest known plans for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
+    """Return the fastest plan found with which `forwards` forwards of `chain` together stay within `mem_limit` bytes.
 
     The inputs of all forwards count. `order` is the order of the backwards: "any", or "reverse", from the last forward
     to the first, which may take less time or memory. A plan for any order has one sequence for all forwards, and works

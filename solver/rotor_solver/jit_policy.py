@@ -2,8 +2,7 @@
 
 Compiling takes 10 to 20 seconds, once on a machine; plain Python plans twenty stages in less. A process runs kernels in
 plain Python until that has taken `_COMPILING` seconds, or `_IMPORTING` if compiled kernels are on disk: after so much
-work, as much again is likely (the rent-or-buy problem). Seconds are estimated, not timed, so that every run decides
-alike.
+work, as much again is likely (the rent-or-buy problem). Seconds are estimated, so that every run decides alike.
 
 Import kernel files through `kernels_for` only: any other import loads Numba, which takes time. Numba's disk cache
 notices changes only of a kernel's own file, so a kernel uses only kernels and constants of its own file. Call a kernel

@@ -25,7 +25,7 @@ class Costs(NamedTuple):
     With G(i) the gradients of stages i … L-1, and held = |a_L| if the caller keeps the output, else 0:
 
         base_l          = |a_{l+1}| + G(l+1) + held for l < L: in memory while [i, l] runs; 0 for l = L
-        check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1: from a_i to a_j
+        check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1: forwards from a_i to a_j
         backward_need_k = the peak of B_i with option k, without a_i and everything before it; or the bytes after
                           B_i, if more. Row 0 is for l = L: ā was saved before the loss, and contains a_L if stage i
                           is the last one. Row 1 is for l < L: ā was recomputed after the loss.

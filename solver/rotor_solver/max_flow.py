@@ -48,7 +48,7 @@ class Network:
         """Return, by node, the number of edges on a shortest residual path to the sink; -1 if there is no such path."""
         found = [-1] * len(self._edges)
         found[1], reached = 0, [1]
-        for point in reached:  # grows inside the loop
+        for point in reached:  # the loop appends to `reached`
             for edge in self._edges[point]:
                 begin = self._to[edge]
                 if found[begin] < 0 and self._left[edge ^ 1]:

@@ -7,14 +7,15 @@ lower limits, since copies in progress take memory; and chains in which a stage 
 bytes that it can, or the fewest, since the price ignores that copies queue for the link.
 
 The bound (`lower_bound`): let C₁ be the compute seconds of a sequence up to the loss, C₂ those after it, and M the
-bytes that it moves, out before and back after the loss (Note [Moves] at `sequence.Moves`). With β bytes a second,
+bytes that it moves, out before and back after the loss (Note [Moves] at `sequence.Moves`). With β bytes a second, a
+step takes T seconds:
 
     T ≥ max(C₁, M / β_out) + max(C₂, M / β_in)
       = the most of  C₁ + C₂,  M / β_out + C₂,  C₁ + M / β_in,  M / β_out + M / β_in.
 
-C₁ lies between `least` and `most`, and `Persistent` has proven that C₁ + C₂ + λ M ≥ D(λ), its bound. So a plan that
-moves M bytes takes at least the highest of these lines, for all λ solved, and of the seconds of storing everything. The
-bound is the lowest such value over all M:
+C₁ lies between `least` and `most`, sums of the shortest and longest forwards of all stages. `Persistent` has proven
+that C₁ + C₂ + λ M ≥ D(λ), its bound. So a plan that moves M bytes takes at least the highest of these lines, for all λ
+solved, and of the seconds of storing everything. The bound is the lowest such value over all M:
 
     D(λ) - λ M        D(λ) - λ M - most + M / β_out        least + M / β_in        M / β_out + M / β_in
 """
@@ -199,7 +200,7 @@ class _Search:
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
         """Keep `sequence` if it is the fastest so far. Return the bytes it may move, and its seconds without copies."""
-        # The solver may move any of several equal stages; from all of them, `plan_moves` chooses those with most time.
+        # The solver may move any of several equal stages; of all of them, `plan_moves` keeps those with time to copy.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
             moves = plan_moves(self.chain, each, self.link, self.limit)
             settled = without_idle_moves(self.chain, each, moves)
@@ -273,10 +274,10 @@ def _no_worse(one: Option, other: Option) -> bool:
 def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Moves:
     """Return moves of `sequence` with which a step stays within `limit` bytes, however slow the link.
 
-    Operations wait for copies out as late, and copies back begin as early, as memory allows, which is optimal once it
-    is decided which stages move. Copies out end in the order in which they begin, and copies back begin in the order of
-    the backwards that need them. A stage does not move if that fits and takes no longer over `link`. Raises
-    InfeasibleError if even moving as much as possible does not fit.
+    Operations wait for copies out as late, and copies back begin as early, as memory allows: optimal for given stages.
+    Copies out end in the order in which they begin, and copies back begin in the order of the backwards that need them.
+    A stage does not move if the step fits without and takes no longer over `link`. Raises InfeasibleError if even
+    moving as much as possible does not fit.
     """
     check_link(link)
     step = _TimedSequence(chain, sequence, link, bytes_of_limit(limit))
@@ -337,7 +338,7 @@ class _TimedSequence:
         return Moves(tuple(map(tuple, wait_out)), tuple(map(tuple, fetch)))
 
     def fewest(self, trips: Several[Trip], moves: Moves) -> Moves:
-        """Return moves without every trip whose removal fits and takes no longer; `moves` has all of `trips`."""
+        """Return moves for `trips` except those without which a step fits and takes no longer; `moves` has them all."""
         moving, best, seconds = list(trips), moves, self.seconds(trips, moves)
         untried = deque(reversed(moving))  # late trips first, since their copies have the least time before the loss
         refused: list[Trip] = []

@@ -15,7 +15,7 @@ from rotor_solver.simulate import simulate
 
 
 def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range], algorithm: str = "") -> Sequence:
-    """Return the sequence that runs `forwards` and recomputes each segment of `again` before its first backward."""
+    """Return the sequence that runs `forwards`, and each segment in `again` once more right before its backwards."""
     stored = list(forwards)
     starts, ends = {}, {}
     for segment in again:

@@ -173,7 +173,6 @@ class Sequence(collections.abc.Sequence[Operation]):
 
 
 def check_sequence(sequence: Any, name: str = "sequence") -> None:
-    """Raise InvalidTypeError unless `sequence` is a `Sequence`."""
     check_type(sequence, Sequence, name, "build one by Sequence(operations)")
 
 

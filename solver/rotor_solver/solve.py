@@ -51,11 +51,10 @@ def solve(
     """Return the fastest sequence that `algorithm` finds for `chain` in `mem_limit` bytes, the chain's input included.
 
     `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. The dynamic programs divide the
-    limit into `slots` or more units of memory; `work` limits how long "persistent" refines (see `Persistent`).
-
-    Raises InfeasibleError if no sequence fits; its `min_bytes` is the least limit at which the algorithm has one.
-    Raises ValueError if the limit is not a number of bytes, if the algorithm is unknown, if its table is too large, or
-    if `slots` < 1 or `work` < 0. Raises InvalidTypeError if `chain` or `algorithm` has the wrong type.
+    limit into `slots` or more units of memory; `work` limits how long "persistent" refines (see `Persistent`). Raises
+    InfeasibleError if no sequence fits; its `min_bytes` is the least limit at which the algorithm has one. Raises
+    ValueError if the limit is not a number of bytes, if the algorithm is unknown, if its table is too large, or if
+    `slots` < 1 or `work` < 0. Raises InvalidTypeError if `chain` or `algorithm` has the wrong type.
     """
     check_chain(chain)
     limit = bytes_of_limit(mem_limit)

@@ -84,7 +84,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class MovesSimulation:
-    """Seconds and bytes of a step: for each operation, the second of its `begin`, and its peak bytes, `during`.
+    """Seconds and bytes of a step. `begin` has the second at which each operation begins, `during` its peak in bytes.
 
     `waiting` is the seconds in which operations wait for copies; `makespan` includes them. `moved` bytes go out, and
     as many come back. If a copy out is under way when an operation begins, its bytes count during all of the operation.
@@ -182,7 +182,7 @@ def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> list[Trip]
     for position, stages in enumerate(moves.wait_out):
         for stage in stages:
             if stage not in possible or stage in waited or not possible[stage].forward < position <= loss + 1:
-                text = "moves must wait for a copy out once, between forward and second operation after the loss"
+                text = "moves must wait for a copy out once, after its forward, at the latest right after the loss"
                 raise _wrong_move(text, "wrong_wait", stage, position)
             waited.add(stage)
     fetched: set[int] = set()

@@ -93,7 +93,7 @@ class Grid(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where each row's times lie in the table: that of slot m, begin ≤ m < high, at position + m. All are [rows].
+    """Where each row's times lie in the table: slot m, begin ≤ m < high, at index position + m. All arrays are [rows].
 
     Below `begin`, all plans take longer than `limit`, or none fits. From `high` on, the time is `final`: zero if the
     whole interval is stored there, else the time of the last slot, as no useful plan gives the interval more memory.
@@ -190,7 +190,7 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
 def rows_of(
     least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, windows: Windows, cut: float, owner: Ints
 ) -> tuple[Rows, int]:
-    """Lay out rows in a table; return them, and how many times the table has room for.
+    """Lay out rows in a table; return them, and the number of entries of the table.
 
     A row has the widest bounds of all the intervals that it stands for. `least` and `full` are [2, L+1, L+1], in
     bytes; `later` is [L+1]; `later` and `windows.outside` have the unit of `cut`. A row shares the times of row

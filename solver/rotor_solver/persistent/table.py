@@ -90,7 +90,7 @@ class Table:
         self.plain_seconds = part * (_ROW * len(owner) + _CHECKPOINT * checkpoints_in_all) + _PAIR * self.guess
         self.problem, self.room, self.scale = problem, room, scale
         self.costs, self.grid, self.rows, self.size = scaled, grid, rows, size
-        self.owner = owner  # [rows] the row whose numbers a row shares; itself if it has its own
+        self.owner = owner  # [rows] the row whose times a row shares; itself if it has its own
         self.windowed = windows is not None  # If so, times are lower bounds only for plans inside the windows
         self.values: Any = None  # [size] the times of all rows: `flat` of the kernels
         self.pairs = 0  # Pairs of slots visited
@@ -160,7 +160,7 @@ class Table:
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
         """Return the fastest sequence found for `room` bytes, and how many seconds longer it takes than storing all.
 
-        Returns None and `enough` if it found none below `enough` seconds. `room` must be at least `problem.needed`.
+        Returns None and `enough` if none takes less than `enough` seconds longer. `room` must be ≥ `problem.needed`.
         """
         # Measured: in plain Python, `descend` takes 2.5 microseconds times the square of the number of stages.
         problem = self.problem

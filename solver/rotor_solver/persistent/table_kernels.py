@@ -253,7 +253,7 @@ def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: in
 
 @compiled()
 def row_of_length(grid: Any, s: int, distance: int) -> int:
-    """Return the row of the interval from node s to the stage `distance` later; -1 if it has none or is the loss."""
+    """Return the own row of the interval from node s to the stage `distance` later, before the loss; -1 if none."""
     i = grid.stage[s]
     last = i + distance
     if last >= len(grid.band) or last > grid.band[i]:

@@ -240,7 +240,7 @@ def with_weights_put_off(part: Chain) -> Chain:
 
 @dataclass(frozen=True)
 class DividedLimits:
-    """Each part's share of its rank's limit. `limits`: bytes by rank; `fixed`: bytes by stage; `buffers`: count them?
+    """Each part's share of its rank's limit. `limits`: bytes by rank; `fixed`: by stage; `buffers`: whether they count.
 
     If a rank has several parts, its limit is divided. Each part gets the fixed bytes of an average part. Of the rest, a
     share `working` is for the running microbatch, whichever part it runs through; the parts divide the remaining bytes

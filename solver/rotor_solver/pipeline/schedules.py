@@ -139,7 +139,7 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
 class InFlight:
     """Upper bounds of how many microbatches of one part are in flight at once in a schedule."""
 
-    forwards: int  # Number of microbatches from the begin of their forward to the end of their backward
+    forwards: int  # Number of microbatches from the start of their forward to the end of their backward
     weights: int = 0  # Number of microbatches that wait for the backward for the weights
     split: bool = False  # Whether the backwards for the inputs and for the weights are separate
 

@@ -141,7 +141,7 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
     return kept
 
 
-# Upper bound of a table's 8-byte entries (160 MB); larger slots keep within it. Not measured; too low slows sequences.
+# Upper bound of a table's 8-byte entries (160 MB); slots grow to stay below. Not measured; too low slows sequences.
 _NUMBERS = 2e7
 # Upper bound of the pairs of slots that a table visits, in half a second. Not measured; too low slows sequences.
 _PAIRS = 3e8
