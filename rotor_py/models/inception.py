@@ -164,7 +164,7 @@ class Inception3(NamedChain):
         super().__init__()
         if aux_logits:
             message = (
-                "the auxiliary classifier hangs off the middle of the network and cannot be a stage of a chain; use "
+                "the auxiliary classifier reads an output in the middle of the network, so it cannot be a stage; use "
                 "aux_logits=False, with which checkpoints that contain AuxLogits load as well"
             )
             raise InvalidValueError(message, kind="excluded", name="aux_logits")

@@ -101,9 +101,7 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
     skipped_output_time = checked_seconds(stage.skipped_output_time, f"skipped_output_time of {where}")
     for forward in (*(option.forward_time for option in options), *([] if nograd_time is None else [nograd_time])):
         if skipped_output_time > forward:
-            message = (
-                f"skipped_output_time of {where} must be at most its forward, {forward} s, got {skipped_output_time}"
-            )
+            message = f"skipped_output_time of {where} must be ≤ {forward} s, its forward, got {skipped_output_time}"
             raise InvalidValueError(message, kind="longer_than_forward", name=where)
     spared = min(activation, *(option.saved for option in options))
     return replace(

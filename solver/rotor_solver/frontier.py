@@ -97,7 +97,7 @@ class Frontier:
         position = bisect.bisect_right(self.limits, limit) - 1
         if position < 0:
             least = self.limits[0] if self.limits else 0
-            message = f"the least limit of the frontier is {least} bytes; the limit is {limit}"
+            message = f"mem_limit must be at least {least} bytes, the first limit of the frontier, got {limit}"
             raise InfeasibleError(message, min_bytes=least, mem_limit=limit)
         return position
 

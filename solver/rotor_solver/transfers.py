@@ -173,7 +173,8 @@ class CopyQueues:
 def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> list[Trip]:
     """Return the trips that `moves` makes, by forward. Raises ValueError for moves that violate Note [Moves]."""
     if not len(moves.wait_out) == len(moves.fetch) == len(sequence):
-        message = f"moves must be for {len(sequence)} operations, got {len(moves.wait_out)} and {len(moves.fetch)}"
+        got = f"{len(moves.wait_out)} in wait_out and {len(moves.fetch)} in fetch"
+        message = f"moves must have an entry for each of {len(sequence)} operations, got {got}"
         numbers = {"got": len(moves.wait_out), "needs": len(sequence)}
         raise InvalidValueError(message, kind="wrong_length", name="moves", **numbers)
     possible = {trip.stage: trip for trip in trips_of(chain, sequence)}
