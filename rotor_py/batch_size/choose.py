@@ -274,7 +274,7 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
             device memory available to this process.
         loss: a function of the model's output that returns the loss; None: the output's `loss`, else its mean square.
         optimizer: the optimizer, whose state counts toward the limit, and whose step counts toward the time.
-        fresh_grads: whether gradients are freed between steps.
+        fresh_grads: whether gradients are freed between steps, as by `optimizer.zero_grad()`.
         multiple: only multiples of this number of samples may be chosen.
         effective_batch: samples per optimizer step, accumulated over batches. Only its divisors may be chosen. Not with
             `fresh_grads`, which would free the accumulated gradients.

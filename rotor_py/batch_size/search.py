@@ -194,7 +194,7 @@ def largest(
         if bound > mem_limit + slack:
             return Largest(fits, known[fits], following, bound)
         above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
-        # `above` need not be a candidate, so `end` is at least the index after the next candidate.
+        # `above` may be no candidate, so let `end` be at least the index after that of `following`.
         end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
         if rounds >= _PATIENCE:
             at = (place + end) // 2 if above is not None else 2 * place + 1

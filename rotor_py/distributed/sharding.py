@@ -112,7 +112,7 @@ class ShardGroup:
         return None
 
     def enter(self, module: int, tensors: Tensors) -> Tensors:
-        """Run FSDP's pre-forward hook, which gathers. Return inputs whose backward makes FSDP send the gradients."""
+        """Gather parameters by FSDP's pre-forward hook; return inputs whose backward makes FSDP send the gradients."""
         found = self.modules[module]
         # The hook copies the arguments to FSDP's device, which fails if there are none: then pass a keyword.
         keywords = {} if tensors else {"nothing": None}

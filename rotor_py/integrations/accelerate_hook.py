@@ -24,7 +24,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class limit_memory:  # noqa: N801  (users call it like a function)
-    """Train the next model given to `accelerator.prepare` by a plan, until `end()` or `accelerator.end_training()`.
+    """Let the next model given to `accelerator.prepare` follow a plan, until `end()` or `accelerator.end_training()`.
 
     Plans the first model with trainable parameters, in place. The limit is for one model: a second one trains without a
     plan, and a warning is logged. Every process has this limit. A model that is a `Checkpointable` keeps its own limit.

@@ -303,8 +303,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
 
 def _optimizers() -> list[torch.optim.Optimizer]:
     """Find all live optimizers, without Accelerate's wrappers."""
-    # Not `isinstance`: reading `__class__` makes some objects import a library. No reference may be kept to unfinished
-    # tuples, which `get_objects` includes.
+    # Not `isinstance`: reading `__class__` makes some objects import a library. Keep no reference to other objects:
+    # `get_objects` returns tuples, too, that are still being built.
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     return [each for each in found if "param_groups" in each.__dict__]
 

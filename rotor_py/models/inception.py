@@ -24,8 +24,8 @@ def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int
     return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(outplanes, eps=0.001), relu=nn.ReLU(inplace=True)))
 
 
-# Blocks concatenate the outputs of branches, which run in torchvision's order: the backward sums the gradients of the
-# block's input in the reverse order, and in another order it would round differently.
+# The branches of a block run in torchvision's order: the backward adds their gradients of the block's input in reverse
+# order, and another order would round differently.
 
 
 class InceptionA(nn.Module):

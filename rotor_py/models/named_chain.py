@@ -1,4 +1,4 @@
-"""The base class of these networks, with initial weights and a check that they share."""
+"""The base class of the networks in this folder, and a check of their arguments."""
 
 from __future__ import annotations
 

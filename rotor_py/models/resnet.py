@@ -205,7 +205,7 @@ def resnet200(**options: Any) -> ResNet:
 
 
 class PreActBottleneck(nn.Module):
-    """`branch(x) + shortcut(x)`: three convolutions, each after a normalisation and a ReLU."""
+    """`branch(x) + shortcut(x)`; the branch is three convolutions, each after a normalisation and a ReLU."""
 
     expansion = 4
 
@@ -260,5 +260,5 @@ class PreActResNet(NamedChain):
 
 
 def resnet1001(*, num_classes: int = 10) -> PreActResNet:
-    """ResNet-1001, n = 111: 10,327,706 parameters with the ten classes of CIFAR-10."""
+    """ResNet-1001, of depth 9n + 2 with n = 111: 10,327,706 parameters with the ten classes of CIFAR-10."""
     return PreActResNet((111, 111, 111), num_classes)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rotor_solver.described_error import InvalidValueError, check_type, is_number, listed
 
-LARGEST_SIZE = 2**50  # Bytes. `Chain` refuses larger sizes, so that sums of sizes are exact, even as floats.
+LARGEST_SIZE = 2**50  # Bytes. `Chain` refuses larger sizes, so that sums of 8,000 sizes fit in 64-bit integers.
 _LONGEST_TIME = 1e100  # Seconds. `Chain` refuses longer times, so that no sum of times is infinite.
 
 

@@ -155,7 +155,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
         else:
             room = limit - chain.input_bytes
             sequence, more = _table_for(tables, room).sequence(room, seconds - problem.stored)
-            # None if the table has no faster plan: then the one for the previous limit also serves this limit.
+            # None if the table has no faster plan: then keep the plan of the previous, lower limit.
             if sequence is not None:
                 best, seconds = sequence, problem.stored + more
         found.append((limit, best))

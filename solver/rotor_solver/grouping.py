@@ -35,7 +35,7 @@ def joined(chain: Chain) -> list[range] | None:
 
 
 def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
-    """Return a lower bound of the seconds of sequences within `mem_limit` bytes; storing everything takes `stored`.
+    """Return a lower bound of the seconds of sequences within `mem_limit`; storing everything takes `stored` seconds.
 
     A stage that is not in memory when the loss runs is recomputed at least once. Which stages to store is a knapsack
     problem: in the order of seconds saved per byte, the last one in part, they save at least as much as any that fit.

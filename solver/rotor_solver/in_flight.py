@@ -57,7 +57,7 @@ class Footprint:
     def of(cls, chain: Chain, sequence: Sequence) -> Footprint:
         found = simulate(chain, sequence)
         loss = sequence.index(Loss())
-        # The output's gradient counts: a sum of losses runs all losses backward before any stage.
+        # The output's gradient counts: a sum of losses makes those of all outputs before any stage's backward.
         kept = (found.after[loss - 1] if loss else chain.input_bytes) + chain.activation[-1]
         return cls(kept, found.after[-1] + chain.input_bytes, found.peak, found.makespan)
 
@@ -184,7 +184,7 @@ def apart(sequence: Sequence, stages: int, forwards: int) -> tuple[Sequence, ...
         number, stage = divmod(operation.stage, stages + 1)
         if stage < stages:
             parts[number].append(replace(operation, stage=stage))
-        elif Loss() not in parts[number]:  # the joint's first run: the forward of this copy is over
+        elif Loss() not in parts[number]:  # a joint's first operation runs when the forward of its copy is over
             parts[number].append(Loss())
     return tuple(Sequence(part, sequence.algorithm) for part in parts)
 

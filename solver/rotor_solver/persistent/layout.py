@@ -81,7 +81,7 @@ class Grid(NamedTuple):
     slots: Ints
     remainder: Ints
     start: Ints  # [nodes] index of the first row of the node
-    band: Ints  # [L] the last l < L such that a useful plan can have the interval [i, l]
+    band: Ints  # [L] by i, the last l < L such that a useful plan can have the interval [i, l]
     row: Ints  # [nodes, L+1] index of the row for the interval from a node to a stage; -1 if there is none
     # [L+1, L+1] by (l, j), the row of the interval from a checkpoint at a_j to stage l: contiguous for loops over j.
     after: Ints
@@ -181,7 +181,7 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
         exact = (offset[-1] - size) % unit
         known = seen.setdefault(tuple(kinds[i : i + 2].tolist()), [])
         close = [other for other in known if 0 <= other - exact <= unit // len(taken)]
-        if not close and len(known) < 8:  # a chain with more offsets hardly repeats; not measured
+        if not close and len(known) < 8:  # with more offsets per stage, rows would hardly share times; not measured
             known.append(exact)
         offset.append(close[0] if close else exact)
     return np.array(offset, np.int64)
@@ -225,7 +225,7 @@ def rows_of(
     np.minimum.at(begin, owner[of_use], low[of_use])
     np.maximum.at(most, owner[of_use], high[of_use])
     own = (owner == np.arange(len(owner))) & (limit >= 0)
-    sizes = np.where(own, np.maximum(0, most - begin) + 1, 0)  # one more number for `final`
+    sizes = np.where(own, np.maximum(0, most - begin) + 1, 0)  # one more entry for `final`
     position = np.cumsum(sizes) - sizes - begin
     final = np.where((most >= whole) & (whole < grid.width), 0.0, np.inf)
     begin = np.where(limit >= 0, begin, grid.width)
@@ -277,7 +277,8 @@ def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
     nodes = np.flatnonzero(grid.stage < length)
     firsts = grid.stage[nodes]
     starts = np.stack([kinds[firsts], costs.activation[firsts], grid.offset[nodes], grid.state[nodes]])
-    # `content` numbers the intervals [i, i + distance], from the number without the last stage and that stage's kind.
+    # `content` identifies the interval [i, i + distance] of each node, by its content without the last stage, and that
+    # stage's kind.
     content = np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1)
     kinds = np.unique(kinds, return_inverse=True)[1]
     bases = np.unique(grid.base[:length], return_inverse=True)[1]
@@ -332,5 +333,4 @@ class Problem:
         return int(self.least[0, 0, len(self.chain)])
 
     def least_sequence(self) -> Sequence:
-        """Return a sequence that fits in `needed` bytes."""
         return least_sequence(self.costs, self.least)

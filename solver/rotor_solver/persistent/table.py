@@ -85,7 +85,7 @@ class Table:
         # [rows] pairs of slots if every row visited all its checkpoints, times the share of rows with their own times.
         self.most = part * numbers * checkpoints
         self.guess = _VISITED * float(np.sum(self.most))  # Pairs of slots to visit
-        self.work = self.guess + _PER_ROW * len(owner) + _PER_NUMBER * size  # The whole table, in pairs of slots
+        self.work = self.guess + _PER_ROW * len(owner) + _PER_NUMBER * size  # Time of layout and fill, in such pairs
         checkpoints_in_all = float(np.sum(checkpoints[numbers > 0]))
         self.plain_seconds = part * (_ROW * len(owner) + _CHECKPOINT * checkpoints_in_all) + _PAIR * self.guess
         self.problem, self.room, self.scale = problem, room, scale
@@ -99,7 +99,7 @@ class Table:
         self.values = np.empty(self.size, np.float64)
         tables = self.rows, self.costs, self.grid, self.owner
         kernels, (rows, costs, grid, owner) = kernels_for(_KERNELS, self.plain_seconds, *tables)
-        self.pairs = int(kernels.fill(self.values, rows, costs, grid, owner, 0, 0))  # compiles before work is counted
+        self.pairs = int(kernels.fill(self.values, rows, costs, grid, owner, 0, 0))  # fills nothing: only compiles
         for begin, end in self._portions():
             self.pairs += int(kernels.fill(self.values, rows, costs, grid, owner, begin, end))
         kernels.fill_tails(self.values, rows, costs, grid)

@@ -209,7 +209,7 @@ def plan_pipeline(
     buffers: bool = False,
     slots: int = 200,
 ) -> PipelinePlan:
-    """Cut `chain` into parts for `ranks`, with a sequence for each, so that the slowest is as fast as possible.
+    """Cut `chain` into parts for `ranks`, with a sequence for each, so that the slowest part is as fast as possible.
 
     `chain` is for one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are each
     stage's bytes in memory throughout the step: parameters, optimizer state, and gradients that `chain` does not count.

@@ -49,7 +49,7 @@ class Microbatch:
     backward_peak: int
     forward_seconds: float
     backward_seconds: float
-    stored_backward_seconds: float  # The part of the backward that is not recomputation
+    stored_backward_seconds: float  # Seconds of the backward without recomputations, the loss included
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
