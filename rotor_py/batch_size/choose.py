@@ -264,7 +264,7 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """Find the largest batch for which a planned training step of `model` stays within `mem_limit`.
 
     Measures some batches stage by stage, which needs less memory than a step, then runs a real step with the one found.
-    Restores parameters, gradients, buffers, optimizer and random state. Processes that train together find the same.
+    Restores parameters, gradients, buffers, optimizer and random state. Processes that train together choose the same.
 
     Args:
         model: any model that `Checkpointable` takes.

@@ -19,8 +19,8 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
     """Return, for the index of each of this rank's stages, the maximum number of microbatches in flight at once.
 
     A microbatch is in flight from its forward to the end of its backward. If the schedule splits the backward into one
-    for inputs and one for weights, that is the end of the second, or of the first if the stage computes all gradients
-    in it (see `whole_backward`). Raises ValueError for a schedule that does not expose its actions.
+    for inputs and one for weights, the flight ends with the latter, or with the former if the stage computes all
+    gradients in it (see `whole_backward`). Raises ValueError for a schedule that does not expose its actions.
     """
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
     if isinstance(schedule, ScheduleGPipe | Schedule1F1B):

@@ -39,7 +39,7 @@ def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
 def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.ProcessGroup:
     known = {rank for ranks, _ in groups for rank in ranks}
     if len(known) < dist.get_world_size():
-        # Exchange known ranks in one dimension after the other. Then each process knows all connected processes.
+        # Exchange the known ranks within one group after the other. Then each process knows all connected processes.
         for ranks, group in groups:
             known_by_rank: list[set[int]] = [set()] * len(ranks)
             dist.all_gather_object(known_by_rank, known, group=group)

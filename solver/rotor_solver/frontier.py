@@ -192,7 +192,7 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
     return frontier(chain, slots=slots).limit_for(overhead)
 
 
-_FEW = 40  # Number of slots if stages are merged, as few sequences are enough: each has tens of thousands of operations
+_FEW = 40  # Number of slots for merged stages: few, since every sequence has tens of thousands of operations
 _Step = tuple[int, Sequence]  # A limit in bytes, and a sequence within it
 _FAR = 0.02  # Gap of a limit's plan to its bound, as a share, above which the limit gets its own solve. Not measured.
 _SINGLE = 40  # Upper bound of the number of limits with their own solve. Not measured; too many cost time.

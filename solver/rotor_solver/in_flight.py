@@ -88,7 +88,7 @@ def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
 
 
 def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
-    """Return the most bytes that other forwards have in memory when one begins; with order "reverse", the last one."""
+    """Return the most bytes that others have in memory when a forward begins: in reverse order, when the last does."""
     return sum(each.kept for each in footprints[:-1]) if order == "reverse" else max(_held_by_others(footprints, order))
 
 
