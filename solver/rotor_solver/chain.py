@@ -83,7 +83,7 @@ class Stage:
 
     @property
     def fastest_option(self) -> int:
-        """Index of the option with the least forward plus backward time, and of those, the one that keeps least."""
+        """Index of the option with the least forward plus backward time; of several, the one with fewest kept bytes."""
         options = self.options
         return min(
             range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].kept)
