@@ -75,7 +75,7 @@ def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: A
     sent = (0 if index - 1 in own else inputs, 0 if index + 1 in own else outputs)
     if isinstance(schedule, Schedule1F1B):
         return count * (inputs + outputs) + sum(sent)
-    # With GPipe, all outputs are held until their backwards, so sending them takes no further memory.
+    # With GPipe, all outputs stay in memory until their backwards anyway, so sending them takes no further memory.
     return count * (inputs + outputs + (sent[0] if isinstance(schedule, ScheduleGPipe) else sum(sent)))
 
 

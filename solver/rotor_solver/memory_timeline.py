@@ -28,7 +28,7 @@ class Moment:
     """One operation: its begin and duration in seconds, and the bytes in memory after it.
 
     `inputs[i]` is the bytes of an a_i stored by itself; `attached[i]` is the bytes of the ā_i that stage i - 1 keeps
-    for its backward. `output` is the bytes of the chain's output if only the caller holds it, else 0. `gradients` is
+    for its backward. `output` is the bytes of the chain's output if only the caller keeps it, else 0. `gradients` is
     the bytes of all δ_i and of parameters' gradients. These bytes add up to `after`. `during` is the operation's peak.
     """
 

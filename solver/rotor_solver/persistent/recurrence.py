@@ -200,7 +200,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
         if close or stuck:
             excess = max(excess, table.work / max(1.0, left[close]))
         if excess > 1:
-            # Windows make a finer table cheap, but a table with larger slots than their own adds nothing.
+            # Windows make a finer table small; one with larger slots than the windows' table would add nothing.
             coarser = math.ceil(unit * excess * _MARGIN)
             if close or (windows is not None and coarser > last):
                 break
@@ -265,4 +265,4 @@ def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[i
         yield unit, unit == exact
         if unit == exact:
             return
-        slots *= 4  # Not measured; a larger factor makes the next table dearer, a smaller one needs more tables
+        slots *= 4  # Not measured; a larger factor makes the next table slower, a smaller one takes more tables

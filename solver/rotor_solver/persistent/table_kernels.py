@@ -26,9 +26,9 @@ tests/solver/persistent/test_table.py checks the values below.
     stage 0 saved 25 bytes, the offsets of later stages would be 3: with 4 m bytes for [0, l], Fe_0 leaves 4 m - 25 = 4
     (m - 7) + 3 for [1, l], its slot m - 7. All other sizes are rounded down to whole slots. So the table never assumes
     less memory than there is, and its times are lower bounds.
- 2. A row holds few slots. Below `begin`, the interval cannot run, or takes too long to be of use. From `high` on the
-    time is `final`: 0 where everything is stored, else the time of the last useful slot. Times never increase from slot
-    to slot. Seven of the 21 rows of the example:
+ 2. A row has times for few slots. Below `begin`, the interval cannot run, or no better plan can have it. From `high` on
+    the time is `final`: 0 where everything is stored, else the time of the last useful slot. Times never increase from
+    slot to slot. Seven of the 21 rows of the example:
 
         [i, l]  begin  high  final  seconds, from slot
         [0, 0]     10    10      0  none
