@@ -1,1 +1,1 @@
-"""The command `rotor-plan`: costs of a training step, and the fastest plan within a memory limit."""
+"""The command `rotor-plan`: measure the training step of a model, and plan it within a memory limit."""

@@ -1,4 +1,4 @@
-"""`python -m rotor_cli` is `rotor-plan`."""
+"""Run `rotor-plan` by `python -m rotor_cli`."""
 
 from rotor_cli.main import main
 

@@ -1,4 +1,4 @@
-"""Results of the command as data, for text, HTML, JSON and trace."""
+"""Results of `rotor-plan` as data, from which it makes its text, HTML page, JSON and trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rotor_py.validate.verification import Verification
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a script's first training step has shown; `trained` is a number of elements, `others` are class names."""
+    """Facts of a script's first training step. `trained` counts elements, `others` are classes of its other models."""
 
     script: str
     arguments: tuple[str, ...]
@@ -39,23 +39,23 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Facts(Report):
-    """A report with what only the command adds: Python arguments, real steps, other strategies, the script's step."""
+    """The report of `rotor-plan`: a `Report` with the results of --verify and --compare, and facts of a script."""
 
     mem_limit: int
-    # Arguments of `Checkpointable` besides the limit that give this plan, as Python
+    # Python text of the arguments, besides the limit, with which `Checkpointable` makes this plan
     arguments: tuple[str, ...] = ()
     verified: Verification | None = None
     compared: tuple[ComparedStrategy, ...] = ()
-    # Whether a plan for a limit was asked for. If False, `sequence` stores everything, and `mem_limit` is its peak.
+    # False for --sweep alone, which asks for no plan: `sequence` then stores everything, and `mem_limit` is its peak
     limited: bool = True
     taken: Taken | None = None  # the script's first training step; None for a model file
 
     def remarks(self) -> tuple[str, ...]:
         taken = () if self.taken is None else self.taken.sentences()
-        return (*taken, *Report.remarks(self))  # not `super()`, which fails in a dataclass with slots
+        return (*taken, *Report.remarks(self))  # `super()` raises TypeError: slots replace the class
 
     def problem(self) -> str | None:
-        """Say which real step, if any, exceeds the limit or differs from plain training, and by how much."""
+        """Report the first step of --verify that exceeds the limit or differs from plain training; None if all pass."""
         for begin, found in (("", self.verified), *((f"{row.strategy}: ", row.verified) for row in self.compared)):
             if found is not None and (problem := found.problem(self.mem_limit)) is not None:
                 return begin + problem

@@ -1,4 +1,4 @@
-"""The command's exit codes, and the errors that it reports in a sentence."""
+"""Exit codes of `rotor-plan`, and errors that it prints without a traceback through its own code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _OWN = ("rotor_cli", "rotor_py", "rotor_profiling", "rotor_solver", "importlib",
 
 
 class Failure(click.ClickException):
-    """Error that prints its message to stderr, without traceback, and exits. Has the fields of the solver's errors."""
+    """Error that ends the command with `exit_code`, its message on stderr. Has the fields of a `DescribedError`."""
 
     def __init__(
         self, message: str, exit_code: int, *, kind: str, name: str | None = None, **numbers: int | float | str
     ) -> None:
         super().__init__(message)
-        self.__dict__["exit_code"] = exit_code  # click declares it for the class
+        self.__dict__["exit_code"] = exit_code  # click declares a class variable, which mypy lets no instance set
         self.kind, self.stage, self.name, self.numbers = kind, None, name, numbers
 
     def show(self, file: IO[Any] | None = None) -> None:
@@ -29,7 +29,7 @@ class Failure(click.ClickException):
 
 
 def usage(kind: str, name: str, message: str, **numbers: int | float | str) -> Failure:
-    """Return the failure for wrong usage or an unusable model file."""
+    """Return the failure, with exit code 2, for the wrong option or unusable model file `name`."""
     return Failure(message, USAGE, kind=kind, name=name, **numbers)
 
 
@@ -43,7 +43,7 @@ def kind_of(error: BaseException) -> str:
 
 @contextmanager
 def about_option(name: str) -> Iterator[None]:
-    """Turn a ValueError or OSError into a failure whose message begins with the option `name`."""
+    """Within the context, turn a ValueError or OSError into a failure whose message begins with the option `name`."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -52,8 +52,8 @@ def about_option(name: str) -> Iterator[None]:
 
 @contextmanager
 def user_code(file: str) -> Iterator[None]:
-    """Turn errors into failures. The message of an error in the user's code has its traceback from `file` on."""
-    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # imports torch, which --help must not
+    """Within the context, turn errors into failures; one that user code raised shows its traceback from `file` on."""
+    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # here, as it imports torch
     from rotor_py import InfeasibleError, UnsupportedModelError
 
     try:
@@ -71,7 +71,7 @@ def user_code(file: str) -> Iterator[None]:
 def raised_by(
     code: str, error: BaseException, file: str, kind: str = "model_raised", *, chain: bool = False
 ) -> Failure:
-    """Return the failure for an error of the user's code: its traceback from `file` on, without our lines."""
+    """Return the failure for an error in user code; its traceback begins in `file`, without our own lines."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
     while each is not None:

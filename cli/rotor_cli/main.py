@@ -1,4 +1,4 @@
-"""The command `rotor-plan`: its options and exit codes. `--help` and wrong options import neither torch nor numba."""
+"""Declare the options of `rotor-plan`, and run it. Printing `--help` imports neither torch nor numba."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 4 the model itself raised; 5 --verify found a difference; 130 interrupted.
 """
 
-# Names that users try, by the option that they mean: an error for one of them suggests the option
+# Options, and for each the unknown names that users try for it; an error for such a name suggests the option
 _OPTION_ALIASES = {
     "--mem-limit": ("budget", "memory", "mem", "limit", "memory-limit", "memory-budget", "mem-budget", "max-memory"),
     "--batch": ("batch-size", "bs"),
@@ -43,15 +43,15 @@ _OPTION_ALIASES = {
     "--save": ("output", "out", "plan"),
     "--device": ("gpu", "cuda"),
 }
-# Modes of torch.compile, listed here since wrong use is reported before torch is imported
+# Modes of torch.compile. Copied, as `--compile MODE` is refused before torch, which lists them, is imported.
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 class CommandWithAliases(click.Command):
-    """Suggests --mem-limit for --budget, and the like: click, which compares letters, would suggest --quiet."""
+    """Command that suggests options by meaning, such as --mem-limit for --budget; click suggests by similar letters."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but keep arguments after `--` for a script, and refuse `--compile MODE`."""
+        """Parse as click does, but pass the arguments after `--` to the script, and refuse `--compile MODE`."""
         script: tuple[str, ...] | None = None
         if "--" in args:
             args, script = args[: args.index("--")], tuple(args[args.index("--") + 1 :])
@@ -77,7 +77,7 @@ class CommandWithAliases(click.Command):
 
 
 def _calibrate(context: click.Context, option: click.Parameter, device: str | None) -> None:
-    """Measure a device and exit when the option is parsed, as --version does: no MODEL is needed."""
+    """Measure `device` and exit as soon as --calibrate is parsed, so that the command needs no MODEL."""
     if device is None or context.resilient_parsing:
         return
     from rotor_cli.target_device import print_calibration
@@ -97,8 +97,8 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.argument("model", type=click.Path())
-@click.option("--mem-limit", metavar="LIMIT", help="Peak of the step: 4GB, 512MiB, 80%. [default: 90% of free]")
-@click.option("--max-overhead", metavar="SHARE", help="Find the least limit that costs at most 10% more time.")
+@click.option("--mem-limit", metavar="LIMIT", help="Limit of the step's peak: 4GB, 512MiB, 80%. [default: 90% of free]")
+@click.option("--max-overhead", metavar="SHARE", help="Find the least limit at which plans take at most 10% more time.")
 @click.option(
     "--device",
     metavar="DEVICE",
@@ -106,7 +106,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     "[default: cuda if present]",
 )
 @click.option("--device-memory", metavar="SIZE", help="Simulate a device with this much memory.")
-@_file("--device-file", help="Simulate the device in a file such as --calibrate prints.")
+@_file("--device-file", help="Simulate the device that FILE, as printed by --calibrate, describes.")
 @click.option("--dtype", metavar="DTYPE", help="Convert model and input to bfloat16, float16 or float32.")
 @click.option("--precision", metavar="DTYPE", help="With h100:8: FSDP2 gathers parameters and computes in DTYPE.")
 @click.option(
@@ -115,7 +115,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     help="With h100:8: FSDP2 gathers parameters block by block, or all at once.  [default: blocks]",
 )
 @click.option("--autocast", metavar="DTYPE", help="On a simulated device: run steps under torch.autocast(DTYPE).")
-@click.option("--optimizer", metavar="NAME", help="Replace the file's optimizer: adamw, adamw-fused, sgd-momentum.")
+@click.option("--optimizer", metavar="NAME", help="Replace the file's optimizer by adamw, adamw-fused, sgd-momentum, …")
 @click.option(
     "--batch",
     callback=lambda context, option, text: batch_of(text),
@@ -124,43 +124,43 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 )
 @_number("--batch-multiple", default=1, metavar="N", help="For --batch max or best: try only multiples of N.")
 @_number("--grad-accumulation", metavar="SAMPLES", help="For --batch max or best: samples per optimizer step.")
-@click.option("--input", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
+@click.option("--input", metavar="SHAPE", help="Make `sample` a tensor of this shape: 32,3,224,224, or 8,128:int64.")
 @click.option("--config", metavar="JSON", help="Configuration of a model class of transformers, as JSON or a file.")
-@_number("--slots", default=500, help="Slots into which the solver divides memory: more find better plans, but slower.")
-@_flag("--fresh-grads", help="Your loop frees gradients between steps: zero_grad(set_to_none=True).")
-@_flag("--step-in-backward", help="The optimizer steps each parameter in the backward: step_in_backward=.")
+@_number("--slots", default=500, help="Number of memory units for the solver: more find better plans, but slower.")
+@_flag("--fresh-grads", help="Plan for a loop that frees gradients between steps: zero_grad(set_to_none=True).")
+@_flag("--step-in-backward", help="Step each parameter in the backward, as Checkpointable(step_in_backward=) does.")
 @click.option(
     "--keep",
     type=click.Choice(["bf16", "fp8", "int8"]),
-    help="Let stages save activations in fewer bits: gradients then differ. Without it, they are exact.",
+    help="Let stages save activations in fewer bits; gradients then differ from plain training's.",
 )
-@_number("--forwards-in-flight", default=1, help="Forwards before the first backward: 2 for a sum of two losses.")
+@_number("--forwards-in-flight", default=1, help="Number of forwards before the first backward, such as 2.")
 @click.option(
     "--backward-order",
     type=click.Choice(["any", "reverse"]),
     default="any",
     show_default=True,
-    help="Order of their backwards; reverse (last forward first, as for a sum of losses) allows faster plans.",
+    help="Order of backwards if several forwards are in flight; reverse, as for a sum of losses, allows faster plans.",
 )
-@_flag("--verify", help="Train one step, and compare peak, time and gradients with the plain step.")
+@_flag("--verify", help="Train steps by the plan; compare peak, time and gradients with plain steps.")
 @_flag("--compile", help="Compile stages with Inductor if that makes the plan faster.")
 @click.option(
     "--offload", metavar="TIER", help="Offload activations, if that is faster, to file:/path or to host (for CUDA)."
 )
-@_flag("--no-cache", help="Measure again, and cache no measurements.")
+@_flag("--no-cache", help="Neither read nor write the cache of measurements.")
 @_file("--json", "json_file", help="Write the report as JSON; - is stdout.")
 @_file("--save", "plan_file", help="Write the plan for Checkpointable(model, plan=FILE).")
 @_file("--trace", "trace_file", help="Write the predicted step as a trace, for Perfetto.")
 @_file("--html", "html_file", help="Write the report as one self-contained HTML page.")
-@_flag("--compare", help="Compare with every other strategy at this limit; --verify measures them too.")
-@_flag("--sweep", help="Show the curve of time against memory; needs no --mem-limit.")
+@_flag("--compare", help="Compare the plan with other strategies at its limit; --verify measures those that fit.")
+@_flag("--sweep", help="Show the curve of time against memory over all limits.")
 @_file("--plot", "plot_file", help="Draw the curve of --sweep as FILE.svg or FILE.png.")
-@_number("--pipeline", metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
-@_number("--microbatches", metavar="M", help="Microbatches in a step. [default: 2 for each rank]")
+@_number("--pipeline", metavar="RANKS", help="Cut the model into a pipeline over RANKS processes, and plan each.")
+@_number("--microbatches", metavar="M", help="Number of microbatches in a step. [default: 2 for each rank]")
 @click.option(
     "--schedule", default="1f1b", show_default=True, help="gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole."
 )
-@_number("--virtual-stages", metavar="V", help="Parts of the model on each rank. [interleaved: 2]")
+@_number("--virtual-stages", metavar="V", help="Number of parts of the model on each rank. [interleaved: 2]")
 @click.option(
     "--calibrate",
     is_flag=False,
@@ -171,7 +171,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     metavar="[DEVICE]",
     help="Measure this machine's device, print a file for --device-file, and exit. Needs no MODEL.",
 )
-@_flag("--run", help="For a script: let it train on after its first step, inside the limit.")
+@_flag("--run", help="For a script: let it train on inside the limit when its first step is planned.")
 @_flag("-q", "--quiet", help="Show no progress.")
 @_flag("--traceback", help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
@@ -186,7 +186,7 @@ def main(traceback: bool, **options: Any) -> None:
     Any other file is a training script. The command runs it, with ARGUMENTS, until its first training step would change
     a weight, and plans this step; with --run, the script trains on inside the limit.
     """
-    # The CPU profiler, which measures memory, logs to stderr at its start. torch reads this variable on import.
+    # Silence the CPU profiler, which measures memory and logs to stderr. torch reads this variable on import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     request = Request(**options)
     try:

@@ -27,7 +27,7 @@ from rotor_profiling.value_tree import tree_map_only
 from rotor_py.plan.step_spec import arguments_of
 
 DEFAULT_BATCH = 8  # batch size for a function `sample` whose parameter has no default. A guess; more may not fit.
-_LENGTH = 128  # number of tokens in a sample text for transformers. A guess: --input gives another.
+_LENGTH = 128  # number of tokens in each sample text for a model of transformers. A guess; --input overrides it.
 
 _VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -39,7 +39,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Contents of a model file, on the device to plan for. `sample_of` makes a sample of a given batch size there."""
+    """The contents of a model file, moved to the device to plan for. `sample_of(n)` makes a sample of batch size n."""
 
     file: str
     name: str
@@ -51,7 +51,7 @@ class ModelFile:
 
 
 def load(request: Request, target: Target) -> ModelFile:
-    """Import MODEL, and move model and samples to `target`. Raises Failure if they are missing or unusable."""
+    """Import MODEL, and move its model and sample to `target`. Raises Failure if one is missing or unusable."""
     batch = request.batch_size
     location, name = split_target(request.model)
     dtype = None if request.dtype is None else dtype_called(request.dtype, "--dtype")
@@ -153,10 +153,9 @@ def _made_by(sample: Any, batch: int | None) -> Any:
 
 
 def with_batch(sample: Any, batch: int) -> Any:
-    """Return a sample with `batch` rows: those of `sample`, repeated or cut."""
+    """Repeat or cut the rows of each tensor in `sample` to `batch` rows; scalars and empty tensors stay unchanged."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        # Scalars have no rows, and the rows of empty tensors cannot be repeated.
         if tensor.dim() == 0 or len(tensor) in (0, batch):
             return tensor
         return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)
@@ -165,12 +164,12 @@ def with_batch(sample: Any, batch: int) -> Any:
 
 
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
-    """Return `given` if it is a function of the batch size, else a function that repeats or cuts the rows of `made`."""
+    """Return a function that makes a sample of a given batch size: `given` if it is one, else `made` resized."""
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
         return given  # type: ignore[no-any-return] # of the model file
 
     def scaled(batch: int) -> Any:
-        sample = arguments_of(made, model)  # of a DataLoader, the first batch
+        sample = arguments_of(made, model)  # if it is a DataLoader: its first batch
         rows = {len(tensor) for tensor in tensors_in(sample) if tensor.dim()}
         if len(rows) != 1:
             sizes = " and ".join(map(str, sorted(rows))) or "none"
@@ -182,7 +181,7 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
 
 
 def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return keyword arguments for a model of transformers: its main input, `given` or random, and any labels."""
+    """Return a sample for a model of transformers: its main input, shaped like `given`, and labels if it takes any."""
     accepted = inspect.signature(model.forward).parameters
     name = model.main_input_name
     if given is None:
@@ -201,7 +200,7 @@ def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tenso
 
 
 def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
-    """Return a function that makes a random tensor, as for `32,3,224,224`, or one of zeros, as for `8,128:int64`."""
+    """Return a function that makes a tensor of `shape`: random floats for `32,3,224,224`, zeros for `8,128:int64`."""
     sizes, _, kind = shape.partition(":")
     dtype = getattr(torch, kind or "float32", None)
     try:
@@ -215,7 +214,7 @@ def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
 
 
 def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function of the parameters that makes the optimizer of torch called `text`, such as `adamw-fused`."""
+    """Return a function of the parameters that makes the torch.optim optimizer called `text`, such as `adamw-fused`."""
     known: dict[str, Any] = {
         name.lower(): each
         for name, each in vars(torch.optim).items()
@@ -236,14 +235,14 @@ def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.opti
 
 
 def configuration(text: str | None) -> dict[str, Any]:
-    """Return the settings in `text`, JSON or the name of a JSON file. Raises Failure if it is neither."""
+    """Return the settings in `text`: a JSON object, or the name of a file that has one. Raises Failure for others."""
     example, wrong = "'{\"n_layer\": 8}'", partial(usage, "bad_value", "--config")
     if text is None:
         return {}
     try:
         if not text.lstrip().startswith("{"):
             if not Path(text).is_file():
-                raise wrong(f"--config {text!r} is neither JSON, such as {example}, nor a file of it")
+                raise wrong(f"--config {text!r} is neither JSON, such as {example}, nor a file")
             text = Path(text).read_text(encoding="utf-8")
         settings = json.loads(text)
     except ValueError as error:

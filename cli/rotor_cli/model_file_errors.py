@@ -1,4 +1,4 @@
-"""Check MODEL and the text of its file, without an import: a script would train, and importing torch takes seconds."""
+"""Check MODEL and the text of its file without importing the file, since importing a training script would run it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DYNAMIC = {"exec", "globals", "setattr", "vars"}  # functions that may define n
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Split MODEL into a file or module, and a name ("model" by default). Raises Failure for any other text."""
+    """Split MODEL into file or module, and name ("model" by default). Raises Failure for other texts, missing files."""
     location, colon, name = (target, ":", "model") if target.endswith(".py") else target.rpartition(":")
     if not colon:
         kind, found = (
@@ -49,7 +49,7 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def refuse_missing_module(location: str) -> None:
-    """Raise Failure if there is no package for the module `location`. Imports nothing."""
+    """Raise Failure if Python finds no top-level package of the module `location`; does not import the package."""
     package = location.partition(".")[0]
     sys.path.insert(0, "")  # search the current folder too, as `python -m` does
     try:
@@ -70,7 +70,7 @@ def required_model(name: str) -> str:
 
 
 def unusable(file: str, names: Iterable[str], required: str) -> Failure:
-    """Return the failure for a file that defines `names` but not `required`; its message has a file that works."""
+    """Return the failure for a file that defines `names` but not `required`; its message shows an example of a file."""
     return usage("not_defined", required, f"{defines_not(file, names, required)}. A file that works:\n\n{EXAMPLE}")
 
 
@@ -86,18 +86,18 @@ def refuse_file_without(name: str, file: str) -> None:
 
 
 def defines(path: str, names: Iterable[str]) -> bool:
-    """Whether importing the file `path` defines all of `names`; True if its text does not show it."""
+    """Whether importing the file `path` defines all of `names`; True if its text does not show what it defines."""
     found = defined_names(path)
     return found is None or set(found).issuperset(names)
 
 
 def defined_names(path: str) -> tuple[str, ...] | None:
-    """Return the names that importing the file may define, in order; None if its text does not show them."""
+    """Return the names that importing the file `path` may define; None if its text, such as `exec`, hides them."""
     try:
         tree = ast.parse(Path(path).read_bytes())
         dynamic = _is_dynamic(tree)
         symbols = symtable.symtable(ast.unparse(_Imported().visit(tree)), path, "exec").get_symbols()
-    except (SyntaxError, ValueError):  # reported when the file is imported
+    except (SyntaxError, ValueError):  # the import will raise this error
         return None
     if dynamic or any(each.get_name() == "locals" and each.is_referenced() for each in symbols):
         return None

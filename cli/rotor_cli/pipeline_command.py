@@ -1,4 +1,4 @@
-"""`--pipeline`: measure a microbatch, find the cuts of the model and a plan for each rank, compare with equal cuts."""
+"""Run --pipeline: measure a microbatch, cut the model for the ranks, plan each part, and compare with equal cuts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class PipelineFacts:
     title: str
     device: str
     plan: PipelinePlan
-    best_equal: EqualCuts | None  # equal cuts with the fastest policy that fits, if any: the same on all ranks
+    best_equal: EqualCuts | None  # equal cuts, and the fastest policy that fits on all ranks; None if none fits
     names: tuple[str, ...]
-    stored_seconds: float  # of forward and backward of a microbatch through all stages, with everything stored
+    stored_seconds: float  # seconds of a microbatch through all stages, each by its fastest option
 
     @property
     def ratio(self) -> float | None:
@@ -121,7 +121,7 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         )
     except InfeasibleError as error:
         least, limit = error.min_bytes, error.mem_limit
-        # Not "at least": another division of a rank's limit among its parts might need less.
+        # For "interleaved", not "at least": dividing a rank's limit otherwise among its parts might need less.
         why = ", since its parts divide the limit" if request.schedule == "interleaved" else " at least"
         message = (
             f"wherever the model is cut for {ranks} ranks, a rank with {exact_bytes(limit)} needs {exact_bytes(least)}"
@@ -186,7 +186,7 @@ def _parts(facts: PipelineFacts) -> Table:
 
 
 def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
-    """Return the data of `--json`. In the sequence of a part, its first stage has the number 0."""
+    """Return the data of `--json`. The sequence of each part numbers its stages from 0."""
     plan, best = facts.plan, facts.best_equal
     return {
         "schema": SCHEMA,

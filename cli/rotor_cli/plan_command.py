@@ -52,7 +52,7 @@ from rotor_solver import store_all, watched
 def plan(request: Request) -> Facts:
     with activities(quiet=request.quiet) as shown:
         target = target_of(request)
-        # Parse the limit before the model is loaded, which may take long: a typo is reported at once.
+        # Compute the limit before loading the model, which may take long: a bad limit is reported at once.
         limit, chosen = None, None
         if request.limited and request.overhead is None:
             with target.measuring():
@@ -68,7 +68,7 @@ def plan(request: Request) -> Facts:
                     refuse_optimizer(found.optimizer)
             with target.measuring():
                 refuse_offload(request)
-                # Inside `user_code` once more: `measuring` explains errors of operators that read values.
+                # Enter `measuring` again inside `user_code`: it turns errors of operators that read values into ours.
                 with user_code(found.file), target.measuring():
                     if request.batch_aim is None:
                         network = _measured_network(found, limit, request, shown, target)
@@ -91,7 +91,7 @@ def facts_of(
     chosen: BatchChoice | None = None,
     taken: Taken | None = None,
 ) -> Facts:
-    """Return what `request` asks for about `network`, which is measured on the sample of `found`."""
+    """Plan `network`, which is measured on the sample of `found`; sweep, compare and verify it as `request` asks."""
     facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
     simulated = target.simulated
     if simulated is not None:
@@ -109,7 +109,7 @@ def facts_of(
             with user_code(found.file), target.measuring():
                 facts = _reserve(facts, network, found, request, target)
     if request.plan_file is not None:
-        with region(target.autocast):  # the plan file records the autocast of planning
+        with region(target.autocast):  # `save_plan` records the autocast that is active when it is called
             network.save_plan(request.plan_file)
     if request.compare:
         compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
@@ -137,7 +137,7 @@ def _step(network: Checkpointable, found: ModelFile, request: Request, target: T
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
-    """Return the facts for storing everything, as a beginning for the plan's; the limit is the peak."""
+    """Return the facts of storing everything, with its peak as limit; `_plan` then replaces sequence and limit."""
     assert network.budget is not None
     assert network.inspection_values is not None
     stored = store_all(network.budget.chain)
@@ -167,7 +167,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
 
 def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
     if request.overhead is not None and facts.sweep is not None:
-        point = facts.sweep.least_for(request.overhead)  # the sweep has solved every limit
+        point = facts.sweep.least_for(request.overhead)  # already solved by the sweep
         network.mem_limit, network.sequence = point.mem_limit, point.sequence
         return replace(facts, mem_limit=point.mem_limit, sequence=point.sequence)
     assert limit is not None
@@ -175,10 +175,10 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         sequence = network.compute_sequence()
     except InfeasibleError as error:
         if not request.quiet:
-            # The costs of stages show which layer to split. On stderr: from stdout, a program may read a plan.
+            # Stage costs show which layer to split. They go to stderr, since a program may parse stdout.
             console(stderr=True).print(stage_table(facts, costs_alone=True), "", sep="\n")
         raise failed(error, INFEASIBLE) from error
-    # The limit decides which stages are compiled, so planning may have changed budget and costs.
+    # Planning decides by the limit which stages are compiled, so it may have changed budget and stage costs.
     assert network.budget is not None
     assert network.inspection_values is not None
     found = replace(facts, budget=network.budget, measurement=network.inspection_values)
@@ -187,7 +187,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
 
 
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: Target) -> Facts:
-    """Predict the allocator's reserved bytes; if the user gives no limit, lower it until they fit the device."""
+    """Predict the bytes that the allocator reserves; if they exceed the device and no limit is given, lower it."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
     assert target.simulated is not None
     reserved = target.simulated.reserve(_step(network, found, request, target), keep_limit=keep_limit)
@@ -198,7 +198,7 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
 
 
 def solver_options(request: Request) -> dict[str, Any]:
-    """Return those arguments of `Checkpointable` that are options of the command."""
+    """Return the arguments of `Checkpointable` that options of the command set directly."""
     return {
         "mem_slots": request.slots,
         "forwards_in_flight": request.forwards_in_flight,
@@ -212,7 +212,7 @@ def solver_options(request: Request) -> dict[str, Any]:
 def _measured_network(
     found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target
 ) -> Checkpointable:
-    """Measure the model. Raises InfeasibleError, without measuring, if a step certainly needs more than the limit."""
+    """Return the measured model. Raises InfeasibleError before measuring if no plan can fit into `limit` bytes."""
     network = Checkpointable(
         found.model,
         mem_limit=limit,
@@ -264,18 +264,18 @@ def _choose(found: ModelFile, limit: int | None, request: Request, shown: Activi
 
 
 class _Ended(BaseException):
-    """Ends the script before its first optimizer step. No Exception, so that `except Exception` in it lets it pass."""
+    """Raised in the script to end it before its first optimizer step; its `except Exception` does not catch this."""
 
 
 @dataclass(slots=True)
 class _Known:
     step: FirstStep | None = None
     facts: Facts | None = None
-    failure: Failure | None = None  # error to report when the script has ended: the step cannot be planned
+    failure: Failure | None = None  # why the step cannot be planned; raised when the script has ended
 
 
 def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
-    """Run the script up to its optimizer's first step, plan, and call `deliver`; with `--run`, let the script go on."""
+    """Run the script up to its first optimizer step, plan the step, `deliver` the facts; with --run, let it go on."""
     known = _Known()
 
     def plan(step: FirstStep) -> Facts:
@@ -302,7 +302,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     def stepping(step: FirstStep) -> None:
         known.step = step
         if not request.run:
-            # Plan after the script has freed its objects, so that real steps (`--verify`) have all the memory.
+            # End the script and plan then: its freed objects leave more memory for the steps of --verify.
             raise _Ended
         try:
             known.facts = plan(step)
@@ -337,7 +337,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
 
 @contextmanager
 def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[None]:
-    """Turn what ends the script, such as an error or `sys.exit()`, into a `Failure` of this command."""
+    """Within the context, turn an error of the script, or its exit before a step is planned, into a `Failure`."""
     name = Path(request.model).name
     try:
         yield
@@ -345,7 +345,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
         raise
     except BaseException as error:
         if known.step is not None and known.facts is None:
-            return  # `stepping` has ended the script by `_Ended`, which the script may have turned into another error
+            return  # `stepping` has raised `_Ended`, which the script may have turned into another error
         match error:
             case NoTrainingStepError() if request.explicit_script:
                 raise usage("no_training_step", name, f"{name} took no training step: {error}") from error
@@ -354,7 +354,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
                 message = f"{defines_not(request.model, vars(module), required)}; run as a script, {error}"
                 message += f". A file that works:\n\n{EXAMPLE}"
                 raise usage("no_training_step", request.model, message) from error
-            case InfeasibleError():  # from a later, larger batch, with --run
+            case InfeasibleError():  # with --run, for a later, larger batch
                 raise failed(error, INFEASIBLE) from error
             case UnsupportedModelError():
                 raise failed(error) from error
@@ -386,6 +386,6 @@ def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 def run_script(module: ModuleType) -> None:
-    # Not by runpy, which clears the module at the script's end: objects of the model may still need it.
+    # Not by runpy, which clears the script's globals at its end: the model's functions may still read them.
     file = str(module.__file__)
     exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""The parsed options of the command, and checks that refuse what cannot be done."""
+"""The parsed options of `rotor-plan`, and rules by which it refuses invalid or conflicting ones."""
 
 from __future__ import annotations
 
@@ -75,21 +75,21 @@ class Request:
 
     @property
     def as_script(self) -> bool:
-        """Whether the file is a training script: by `--` or --run, or since it does not define `model` and `sample`."""
+        """Whether MODEL is a script: by `--` or --run, or as it lacks `model` or `sample` and no option needs them."""
         return self.explicit_script or (
             self.model.endswith(".py") and not self.of_model_files and not defines(self.model, ("model", "sample"))
         )
 
     @property
     def of_model_files(self) -> list[str]:
-        """Names of the given options that are for model files only: a script decides these things itself."""
+        """The given options that only model files allow: a script itself decides device, batch, optimizer and so on."""
         names = "device device_memory device_file dtype precision shard autocast optimizer batch input config pipeline"
         given = [name for name in (*names.split(), "step_in_backward") if getattr(self, name) not in (None, False)]
         return ["--" + name.replace("_", "-") for name in given]
 
     @property
     def overhead(self) -> float | None:
-        """The share in --max-overhead: 0.1 for `10%`. Raises Failure if it is none."""
+        """The value of --max-overhead as a share: 0.1 for `10%`; None if not given. Raises Failure for other texts."""
         if self.max_overhead is None:
             return None
         number, sign, rest = self.max_overhead.strip().partition("%")
@@ -116,7 +116,7 @@ class Request:
 
     @property
     def limited(self) -> bool:
-        """Whether to plan for one limit; only --sweep by itself asks for all limits."""
+        """Whether to make a plan for one limit: yes, unless --sweep is given without an option that needs one."""
         others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
         given = (self.batch_aim, self.mem_limit, self.max_overhead)
         return not self.sweep or any(others) or any(each is not None for each in given)
@@ -130,15 +130,15 @@ class Request:
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
-# The command refuses wrong requests before it loads the model, which may take minutes. Rules import rotor_py only if an
-# option needs it, so that other errors are printed at once.
+# The command checks these rules before it loads the model, which may take minutes. A rule imports rotor_py only if its
+# option is given, so that errors in other options are printed at once.
 
 
-_SOME_DEVICE = 10**12  # bytes, to check the text of a limit such as 80% before the device's memory is known
+_SOME_DEVICE = 10**12  # assumed bytes of the device, to check only the text of a limit such as 80%
 _IMAGES = (".svg", ".png")
 _EXCLUDED, _NEEDS = "excluded_together", "needs_option"
 
-# For each rule: a true value if the request breaks it, then the kind, the option and the message of the failure
+# Each rule yields a value that is true if the request breaks it, and the failure's kind, option and message.
 _Rules = Iterator[tuple[object, str, str, str]]
 
 
@@ -184,7 +184,7 @@ def _device(request: Request) -> _Rules:
         from rotor_py.estimation.device_table import find_devices, split_count
 
         device = request.device or ""
-        message = f"leave out --device {device}, of this machine: --device-memory and --device-file simulate a device"
+        message = f"leave out --device {device}, a device of this machine: --device-memory and --device-file simulate"
         yield HERE.fullmatch(device), _EXCLUDED, "--device", message
         with about_option("--device"):
             if device and request.device_file is None:
@@ -229,7 +229,7 @@ def _files(request: Request) -> _Rules:
             message = "- stands for stdout, which only --json writes to; give the name of a file"
             yield path == "-", "stdout_is_for_json", "-", message
             folder = Path(path).resolve().parent
-            message = f"{path} cannot be written: {folder} is not a folder in which files can be made"
+            message = f"{path} cannot be written; give the name of a file, in a folder in which you may make files"
             writable = folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir()
             yield not writable, "not_writable", path, message
     if request.plot_file is not None:
@@ -302,7 +302,7 @@ def _step(request: Request) -> _Rules:
     yield request.step_in_backward and several, _EXCLUDED, "--step-in-backward", message
     message = "--backward-order needs several forwards in flight; add --forwards-in-flight 2"
     yield request.backward_order != "any" and not several, _NEEDS, "--backward-order", message
-    message = "--offload moves what the stages of one forward save; leave out --forwards-in-flight"
+    message = "--offload offloads activations of one forward only; leave out --forwards-in-flight"
     yield moves and several, _EXCLUDED, "--forwards-in-flight", message
-    message = "--offload moves what stages save, which Inductor decides with --compile; leave one of them out"
+    message = "--offload cannot offload what stages compiled by Inductor save; leave out --compile or --offload"
     yield moves and request.compile, _EXCLUDED, "--compile", message

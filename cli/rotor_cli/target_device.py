@@ -25,7 +25,7 @@ from rotor_py.plan.step_spec import arguments_of
 from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
-# Device whose rates are assumed if only the memory of a device is known. A guess: the middle of the table.
+# Device of the table whose rates are assumed if only --device-memory is given. A guess: one of middling speed.
 _DEFAULT_DEVICE = "a100-80"
 
 
@@ -45,7 +45,7 @@ class Target:
         return nullcontext() if self.simulated is None else self.simulated.measuring()
 
     def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
-        """Return the model on the device; for a simulated one, a fake copy, and make the file's tensors fake, too."""
+        """Return the model on the device; if it is simulated, a fake copy, and make tensors in `module` fake."""
         if self.simulated is None:
             return model.to(self.device)
         for name, value in list(vars(module).items()):
@@ -55,7 +55,7 @@ class Target:
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
         if self.simulated is not None:
-            arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
+            arguments, keywords = arguments_of(sample, model)  # if it is a DataLoader: its first batch
             return self.simulated.fakes.value(keywords or arguments)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Target:
 
 
 def dtype_called(name: str, option: str) -> torch.dtype:
-    """Return the floating-point dtype `name`, such as `bfloat16` or `bf16`; else raise Failure that names `option`."""
+    """Return the floating-point dtype `name`, such as `bf16`. Raises Failure, with `option`, for other names."""
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise usage("bad_value", option, f"{option} {name!r}: write bfloat16, float16 or float32")
@@ -87,7 +87,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def target_of(request: Request) -> Target:
-    """Return the device that options name: of this machine, or a simulated one of the table or a file."""
+    """Return the device that the options name: one of this machine, or one to simulate, from the table or a file."""
     text, file = request.device, request.device_file
     if not request.simulated:
         return Target(device_of(text))

@@ -1,4 +1,4 @@
-"""What the command prints: the report with lines of Python that use the plan, the comparison, and charts."""
+"""Text that `rotor-plan` prints: the report, Python lines that use the plan, a table of strategies, and charts."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def verified(facts: Facts, found: Verification) -> Text:
 
 
 def usage_lines(facts: Facts, saved_plan: str | None) -> str:
-    """Return lines of Python that train by the plan; they read it from the file `saved_plan`, if given."""
+    """Return Python lines that train by the plan, which they make again or, if given, read from `saved_plan`."""
     argument, others = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}", facts.arguments
-    if saved_plan:  # only what a plan file does not have: offload folder, rounding format, optimizer
+    if saved_plan:  # keep arguments that a plan file lacks: offload folder, rounding format, optimizer
         again = ("step_in_backward=", "keep=", *(("offload=",) if facts.sequence.moves is not None else ()))
         others = tuple(each for each in others if each.startswith(again))
         argument = f"plan={json.dumps(saved_plan, ensure_ascii=False)}"
@@ -84,7 +84,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
 
 
 def typed(limit: int, peak: int) -> str:
-    """Return a limit as Python: as "1.23GB", rounded down, if the plan's peak still fits, else in bytes."""
+    """Write a limit in Python: "1.23GB", rounded down, if `peak` bytes still fit in it; else its number of bytes."""
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
         if limit >= 10**power:
             hundredths = limit * 100 // 10**power
@@ -94,7 +94,7 @@ def typed(limit: int, peak: int) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal; if output is piped, $COLUMNS wide, or 100 columns."""
+    """Return a rich console as wide as the terminal; if output is piped, as wide as $COLUMNS says, or 100 columns."""
     width = None
     if not Console(stderr=stderr).is_terminal:
         columns = os.environ.get("COLUMNS", "")
@@ -161,11 +161,11 @@ def chart(
     top: str,
     ends: tuple[str, str],
 ) -> list[str]:
-    """Return a chart of a step function, in `height` lines of at most `width` characters and two for the axis.
+    """Return a chart of a step function: `height` lines of at most `width` characters, and two lines for the x axis.
 
-    `curve` has points (x, y) with increasing x and decreasing y; y holds up to the next x. Every mark (letter, x, y) is
-    drawn: beside letters that are there already, and at the edge, with an arrow, if it is outside. The y axis begins at
-    0. `top` labels the largest y, `ends` the least and the largest x.
+    `curve` has points (x, y) with increasing x and decreasing y; y is constant up to the next x. `marks` has triples
+    (letter, x, y). A letter is drawn next to (x, y) if other letters are there, and with an arrow at the edge if (x, y)
+    is outside. The y axis begins at 0. `top` labels the largest y, `ends` the least and the largest x.
     """
     columns, highest = width - _LABEL - 2, max(y for _, y in curve)
     left, right = curve[0][0], curve[-1][0]
@@ -182,7 +182,7 @@ def chart(
     for column in range(columns):
         x = right if column == columns - 1 else left + (right - left) * column / (columns - 1)
         row = row_of(curve[bisect.bisect_right(starts, x) - 1][1])
-        # Dots between the steps show that points in neighbouring columns are of one curve.
+        # Where y falls from one column to the next, dots connect the two points.
         for between in range(row if before is None else before + 1, row):
             cells[between][column] = FILL
         cells[row][column] = LINE
@@ -206,7 +206,7 @@ def _with_axes(cells: list[list[str]], heights: tuple[str, str], ends: tuple[str
 
 
 def _write(cells: list[list[str]], row: int, column: int, text: str) -> None:
-    """Write `text` into free cells as near to the position as possible, preferably to the right in its row."""
+    """Write `text` into free cells in the row nearest to `row`, from `column` on to the right if possible."""
     height, columns = len(cells), len(cells[0])
     places = itertools.product(range(height), range(columns - len(text) + 1))
     for found, begin in sorted(places, key=lambda at: (abs(at[0] - row), at[1] < column, abs(at[1] - column))):
@@ -220,7 +220,7 @@ PLANNED, STORED, CHOSEN = "●", "○", "◆"
 
 
 def batches(choice: BatchChoice, width: int) -> RenderableType:
-    """Return a chart of samples per second by batch size, whose axis is logarithmic."""
+    """Return a chart of samples per second by batch size, with a logarithmic axis of batch sizes."""
     caption = f"samples a second by the batch: {PLANNED} by the fastest plan, {STORED} storing everything, "
     return Group(*_drawn(f"{caption}{CHOSEN} this batch", batch_chart(choice, min(width, _WIDEST))))
 
@@ -230,7 +230,7 @@ def batch_chart(choice: BatchChoice, width: int) -> list[str]:
     first, last = math.log(points[0].batch), math.log(points[-1].batch)
     highest = max(max(point.samples_per_second, point.stored_per_second or 0.0) for point in points)
     cells = [[" "] * columns for _ in range(_BATCH_HEIGHT)]
-    # Later marks cover earlier ones. Where storing everything fits, the fastest plan stores everything.
+    # Later marks cover earlier ones: where storing everything fits, it is the fastest plan, and ○ covers its ●.
     marks = [
         *((point.batch, point.samples_per_second, PLANNED) for point in points),
         *((point.batch, point.stored_per_second, STORED) for point in points if point.stored_per_second is not None),

@@ -22,7 +22,7 @@ from rotor_solver import Backward, Loss
 from rotor_solver.frontier import draw
 from rotor_solver.offload import timed_moments, transfers
 
-SCHEMA = 1  # version of the JSON, to raise when a key is dropped or changes its meaning, not for a new key
+SCHEMA = 1  # version of the JSON data: raise it when a key is dropped or changes its meaning, not for a new key
 
 
 def write_outputs(facts: Facts, request: Request) -> None:
@@ -31,7 +31,7 @@ def write_outputs(facts: Facts, request: Request) -> None:
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
         remarks = () if facts.verified is None else (verified(facts, facts.verified).plain,)
-        usage = usage_lines(facts, request.plan_file) if facts.limited else ""  # without a limit, nothing is planned
+        usage = usage_lines(facts, request.plan_file) if facts.limited else ""  # for --sweep alone, there is no plan
         facts.to_html(request.html_file, remarks, usage=usage)
     if request.plot_file is not None and facts.sweep is not None:
         strategies = [(point.name, point.mem_limit, point.overhead - 1) for point in facts.sweep.strategies]
@@ -56,7 +56,7 @@ def write_outputs(facts: Facts, request: Request) -> None:
 
 
 def json_report(facts: Facts) -> dict[str, Any]:
-    """Return the data of `--json`. If there was no limit to plan for, "mem_limit" and "plan" are missing."""
+    """Return the data of `--json`. For --sweep alone, which makes no plan, "mem_limit" and "plan" are missing."""
     names = facts.measurement.names
     rounded = {names[stage]: word for stage, word in sorted(rounded_stages(facts.chain, facts.sequence).items())}
     data: dict[str, Any] = {
@@ -115,7 +115,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             peaks["reserved_expandable_bytes"] = reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
         data["prediction"] = facts.basis.as_data(peaks, seconds)
-        # Ranges have keys of their own: `step_seconds` stays a single number, that for which the plan was found.
+        # Ranges get a key of their own: "step_seconds" stays one number, the time by which plans were compared.
         for key, value in (("plan", facts.step_seconds), ("store_all", facts.store_all_seconds)):
             data[key]["step_seconds_range"] = list(facts.basis.seconds(value))
     if not facts.limited:
@@ -124,7 +124,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
 
 
 def picked(found: object, names: str) -> dict[str, Any]:
-    """Return the fields of `found` by name; `names` separates them by spaces."""
+    """Return a dict of the fields of `found` whose names `names` lists, separated by spaces."""
     return {name: getattr(found, name) for name in names.split()}
 
 
@@ -140,7 +140,7 @@ def _stages(facts: Facts) -> list[dict[str, Any]]:
     rows = zip(measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True)
     for name, cost, ways, action in rows:
         costs = {way.name: picked(way.cost, "forward_seconds backward_seconds saved_bytes") for way in ways}
-        # Costs of the option "in part", or of one such as "in part, packed" if the stage has only that.
+        # Costs of the option "in part" or, if the stage lacks it, of another of that family: "in part, packed".
         in_part = [costs[key] for key in sorted(costs, key=lambda key: key != "in part") if key.startswith("in part")]
         numbers = picked(cost, _STAGE_NUMBERS)
         found.append({"name": name, **numbers, "in_part": next(iter(in_part), None), "ways": costs, "action": action})
@@ -178,19 +178,19 @@ def _sweep(sweep: Sweep) -> dict[str, Any]:
 
 Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2
-# Thread ids of the tracks, none of them a process id: a viewer calls a thread with its process's id the main thread
+# Thread ids of the tracks. None is a process id: viewers call a thread with the id of its process the main thread.
 FORWARD, AGAIN, BACKWARD = 11, 12, 13
 PLANNED, PLAIN = 14, 15
 OUT, BACK = 16, 17
 _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
 _COPIES = {OUT: "copies out", BACK: "copies back"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
-_SHARE = 0.03  # width of the optimizer step, whose time is unknown, as a share of the step: enough to be seen
+_SHARE = 0.03  # drawn length of the optimizer step, whose time is unknown, as a share of the whole step; a guess
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 
 def trace(facts: Facts) -> dict[str, Any]:
-    """Return predicted and measured step in the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes."""
+    """Return the predicted step, with --verify also a measured one, in the Trace Event Format (microseconds, bytes)."""
     copies = list(_copies(facts))
     tracks = {**_TRACKS, **_COPIES} if copies else _TRACKS
     events = [*_heads("predicted step", PREDICTED, tracks), *_predicted(facts), *copies]
@@ -280,5 +280,5 @@ def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
 
 
 def _microseconds(seconds: float) -> float:
-    """Convert to microseconds in eighths, whose float sums are exact: Perfetto drops slices that overlap the next."""
+    """Convert to microseconds, in eighths, whose float sums are exact: Perfetto drops slices that overlap."""
     return round(seconds * 8e6) / 8
