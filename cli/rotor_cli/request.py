@@ -130,8 +130,8 @@ class Request:
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 
-# The command checks these rules before it loads the model, which may take minutes. A rule imports rotor_py only if its
-# option is given, so that errors in other options are printed at once.
+# The command checks these rules before it loads the model, which may take minutes. A rule imports torch or numba, which
+# take seconds, only if its option is given.
 
 
 _SOME_DEVICE = 10**12  # assumed bytes of the device, to check only the text of a limit such as 80%

@@ -1,23 +1,23 @@
 """Simulate PyTorch's CUDA caching allocator: how many bytes it reserves for a sequence of requests.
 
 A program runs out of memory when the allocator's segments, not just its tensors, exceed the device's memory. Rules and
-constants are those of `c10/cuda/CUDACachingAllocator.cpp`; comments have its names.
+constants are those of `c10/cuda/CUDACachingAllocator.cpp`; comments name its constants.
 """
 
 # Note [The allocator's rules]
 #
-#  1. A request is rounded up to a multiple of 512 bytes. Its stream's small pool serves it up to 1 MiB, else the large.
-#  2. The pool's smallest free block that is large enough serves the request: of equal blocks, the lowest address.
+#  1. Requests are rounded up to multiples of 512 bytes. The stream's small pool serves up to 1 MiB, the large one more.
+#  2. The pool's smallest free block that is large enough serves the request; of equally large ones, that at the lowest
+#     address.
 #  3. If no block is large enough, the driver allocates a segment: 2 MiB for the small pool; for the large pool, 20 MiB
 #     if the request is below 10 MiB, else the request rounded up to 2 MiB.
-#  4. A block is split if 512 bytes or more remain in the small pool, or more than 1 MiB in the large one. An unsplit
-#     remainder counts as allocated: 12 MiB from a free block of 13 MiB take all 13.
+#  4. If the block exceeds the request by 512 bytes or more in the small pool, or more than 1 MiB in the large one, it
+#     is split. Else the request takes the whole block: 12 MiB from a free block of 13 MiB take 13.
 #  5. A freed block is merged with its free neighbours in the segment. Its memory stays reserved.
 #  6. If the driver has no more memory, the allocator releases every wholly free segment, and asks the driver once more.
-#  7. With expandable segments, each pool has one range of addresses and maps memory at its end, in pages of 2 MiB in
-#     the small pool and 20 MiB in the large. A remainder of 512 bytes or more is split off. In rule 2, a block that can
-#     grow into unmapped addresses counts with the size that it can reach, so that other blocks are used first. In rule
-#     6, the allocator unmaps the pages that lie wholly in free blocks.
+#  7. With expandable segments, each pool maps memory into a range of addresses instead of rule 3, in pages of 2 MiB in
+#     the small pool, 20 MiB in the large. A remainder of 512 bytes or more is split off. In rule 2, a free block before
+#     unmapped addresses counts with these, so that others are used first. In rule 6, wholly free pages are unmapped.
 #
 # Not simulated, as they are off by default: max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold,
 # and the private pools of CUDA graphs.
@@ -32,16 +32,16 @@ from rotor_py.errors import DescribedError, InvalidValueError
 from rotor_py.units import format_bytes
 
 MIN_BLOCK = 512  # `kMinBlockSize`: every size is rounded up to a multiple of it
-SMALL_SIZE = 2**20  # `kSmallSize`: up to here, requests are small and have a pool of their own
+SMALL_SIZE = 2**20  # `kSmallSize`: bytes of the largest request that the small pool serves
 SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: segment size of the small pool
 LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment size of the large pool for requests below 10 MiB
-MIN_LARGE_ALLOCATION = 10 * 2**20  # `kMinLargeAlloc`: from here on, a request gets a segment of its own size
-ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: the segment of a single request is rounded up to a multiple of it
+MIN_LARGE_ALLOCATION = 10 * 2**20  # `kMinLargeAlloc`: bytes of the least request with a segment of its size
+ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: the size of such a segment is rounded up to a multiple of it
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, linked to the pieces before and after it. An unmapped block has addresses but no memory."""
+    """A part of a segment, linked to the parts before and after it. An unmapped block has addresses but no memory."""
 
     address: int
     size: int
@@ -63,7 +63,7 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The free blocks of one stream for small or for large requests; `free` has (size, address), sorted."""
+    """The free blocks of a stream for small or large requests; `free` has (size, address) of mapped ones, sorted."""
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Pool:
             del self.free[bisect_left(self.free, (block.size, block.address))]
 
     def merge(self, block: Block, neighbour: Block | None) -> None:
-        """Merge `neighbour`, if it is free, into `block`: only the former is in the pool."""
+        """Merge `neighbour` into `block`, which is not in the pool, if `neighbour` is free and mapped as `block` is."""
         if neighbour is None or neighbour.allocated or neighbour.mapped != block.mapped:
             return
         self.remove(neighbour)
@@ -97,7 +97,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Request for `size` bytes on `stream`, which `Free(key)` returns."""
+    """Request for `size` bytes on a CUDA stream; `Free(key)` returns these bytes."""
 
     key: Hashable
     size: int
@@ -113,7 +113,7 @@ Event = Allocate | Free
 
 
 def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
-    """Return the peak of allocated bytes after the first `beyond` of `events`, minus the bytes allocated then."""
+    """Return by how many bytes allocations rise, at their peak, over what the first `beyond` of `events` leave."""
     sizes, now, before, most = dict[Hashable, int](), 0, 0, 0
     for number, event in enumerate(events, 1):
         if isinstance(event, Allocate):
@@ -164,7 +164,7 @@ def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | No
 
 
 class CachingAllocator:
-    """The allocator of one device with `limit` bytes; None: unlimited. `expandable`: with expandable segments."""
+    """Simulates the allocator of a device with `limit` bytes (None: unlimited); `expandable`: expandable segments."""
 
     def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.allocated_bytes = self.reserved_bytes = 0
@@ -180,7 +180,7 @@ class CachingAllocator:
         return Reserved(self._peak_allocated, self._peak_reserved)
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
-        """Serve a request for `size` bytes by the rules 1 to 4; `free(key)` returns them. Zero bytes take no block."""
+        """Serve a request for `size` bytes by the Note's rules; `free(key)` returns them. Zero bytes take no block."""
         if key in self._held:
             message = f"{key!r} is allocated already; free it first"
             raise InvalidValueError(message, kind="allocated_twice", name=str(key))
@@ -255,7 +255,7 @@ class CachingAllocator:
         return block
 
     def _expanded(self, pool: Pool, size: int) -> Block | None:
-        """Map memory in the first run of free and unmapped blocks with enough addresses; return its free block."""
+        """Map memory into the first run of free or unmapped blocks of `size` bytes; return it, None over the limit."""
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         block = self._growing(pool, size)
         while not block.mapped or block.size < size:

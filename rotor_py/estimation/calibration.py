@@ -1,7 +1,7 @@
-"""Measure a device of this machine, for `Device` and as a file for `device_from_file`.
+"""Measure a device of this machine: as a `Device`, and as text of a file that `device_from_file` reads.
 
-The rate of a dtype is that of the fastest matrix product, and the bandwidth that of a copy. The efficiencies are the
-shares of both that other kernels reach.
+The rate of a dtype is that of its fastest measured matrix product, and the bandwidth that of a copy. Efficiencies are
+the shares of rate and bandwidth that typical kernels reach.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rotor_profiling.backends import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.data_sheet import CONTEXT_BYTES, Device, Efficiencies, Rates
 
-_LAUNCHES = 200  # number of small additions in a row, whose mean time is taken for that of a kernel launch
+_LAUNCHES = 200  # number of small additions in a row, whose mean time counts as the time of a kernel launch
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of what is measured: large enough for the peak rates of kernels, small enough to take seconds."""
+    """Sizes of measured operators: large enough for the peak rates of kernels, small enough to take seconds."""
 
-    matrices: tuple[tuple[int, int, int], ...]
-    attention: tuple[int, int, int, int]
-    convolution: tuple[int, int, int]
+    matrices: tuple[tuple[int, int, int], ...]  # (rows, inner dimension, columns) of each matrix product
+    attention: tuple[int, int, int, int]  # (batch, heads, tokens, width of a head)
+    convolution: tuple[int, int, int]  # (batch, channels, pixels of a side)
     copied_bytes: int
 
 
@@ -55,7 +55,7 @@ def calibrate(
     sizes: Sizes | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Device:
-    """Measure `device`, in ten to thirty seconds. `progress` is called with what is measured next, in words."""
+    """Measure `device`, in ten to thirty seconds. `progress` is called with the name of each measurement before it."""
     sizes = sizes or (_ON_CUDA if device.type == "cuda" else _ON_CPU)
     say = progress or (lambda text: None)
     cuda = device.type == "cuda"
@@ -73,7 +73,7 @@ def calibrate(
             except RuntimeError:  # some devices have no matrix products in this dtype
                 found[name] = found["fp32"]
         rates = Rates(**{name: _rounded(max(each)) for name, each in found.items()})
-        # Efficiencies are for the dtype that people train in: bfloat16 on CUDA, if it is faster, and float32 on a CPU.
+        # Efficiencies are for the usual dtype of training: bfloat16 on CUDA if faster than float32, else float32.
         dtype = torch.bfloat16 if cuda and rates.bf16 > rates.fp32 else torch.float32
         best = rates.of(dtype, tf32=False)
         products = found["bf16" if dtype is torch.bfloat16 else "fp32"]
@@ -127,12 +127,12 @@ def _products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> list[fl
 
 
 def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the floating point operations per second of causal attention, of its forward and of its backward."""
+    """Return floating point operations per second of the forward, and of the backward, of causal attention."""
     batch, heads, length, width = sizes.attention
     query, key, value = (
         torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
-    products = batch * heads * length * length * width  # operations of one product for half of the pairs
+    products = batch * heads * length * length * width  # FLOPs of one product: the mask leaves half of them
     forward = _seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), device)
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -142,7 +142,7 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[
 
 
 def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Return the bytes per second, read and written, of a copy, and their median over four other operators."""
+    """Return the bytes per second that a copy reads and writes, and the median of those of four other operators."""
     count = sizes.copied_bytes // 4
     one, other = torch.randn(count, device=device), torch.empty(count, device=device)
     rows = one.view(-1, 1024)
@@ -162,7 +162,7 @@ def _rounded(number: float) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, after two others in which libraries choose algorithms and reserve memory."""
+    """Return the seconds of a call of `run`, after two in which libraries choose algorithms and reserve memory."""
     run()
     run()
     with stopwatch(device) as watch:

@@ -1,9 +1,9 @@
 """Make autocast treat CPU tensors as it treats CUDA tensors.
 
 Under autocast on CUDA, softmax, norms, powers and sums return float32 tensors, which are saved for the backward; on the
-CPU they keep the dtype of their arguments. Autocast is a kernel for each operator and device, so `cuda_autocast`
-replaces those of the CPU, for the whole process. An operator that both devices cast to low precision keeps its kernel,
-which also caches cast weights.
+CPU they keep the dtype of their arguments. Autocast has a kernel for each operator and device type. `cuda_autocast`
+replaces the kernels of the CPU, for the whole process, except of operators that both devices cast to low precision:
+these kernels also cache cast weights.
 
 The lists below are those of `aten/src/ATen/autocast_mode.h` of torch 2.13: names of ATen operators with overloads.
 Operators in no list run in the dtype of their arguments.
@@ -56,7 +56,7 @@ FLOAT32_RESULT = _names("""
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
 
-# Norms without such an argument. Autocast calls another overload, which has it, with float32.
+# Norms without an argument `dtype`, and their overloads with one, which autocast calls with float32 instead.
 FLOAT32_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 # Operators whose arguments are cast to the widest of their dtypes.
@@ -64,7 +64,7 @@ WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
 
-REFUSED = ("binary_cross_entropy",)  # operators that raise an error: this one's logarithm overflows in 16 bits
+REFUSED = ("binary_cross_entropy",)  # operators that raise an error under autocast: 16 bits may overflow
 
 
 _KEY = "AutocastCPU"
@@ -74,12 +74,12 @@ _Call = Callable[..., Any]
 
 
 def region(dtype: torch.dtype | None) -> Any:
-    """Return an autocast context for CPU tensors, which stand for CUDA tensors here; one without effect for None."""
+    """Return a context of autocast for CPU tensors, which stand for CUDA tensors; for None, an empty context."""
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def cast_down(value: Any) -> Any:
-    """Cast the tensors in `value`, a nested structure, to the dtype of autocast; without autocast, change nothing."""
+    """Cast the tensors in the nested structure `value` to autocast's dtype; if autocast is off, return `value`."""
     return _cast(value, torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else value
 
 
@@ -93,7 +93,7 @@ def cuda_autocast() -> Iterator[None]:
     token = _inside.set(True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # kernels are overridden on purpose
+            warnings.simplefilter("ignore")  # PyTorch warns of overridden kernels
             _replace_kernels(library)
         with _for_cpu():
             yield
@@ -193,7 +193,7 @@ def _is_cast(value: Any) -> bool:
 
 @contextmanager
 def _for_cpu() -> Iterator[None]:
-    """Redirect `torch.autocast("cuda")` in the model's code to the CPU, where its tensors are."""
+    """Within the context, `torch.autocast("cuda")` in user code acts on the CPU, where simulated tensors are."""
     autocast: Any = torch.amp.autocast_mode.autocast
     begin = autocast.__init__
 

@@ -1,9 +1,9 @@
 """Run on CPU tensors the operators that PyTorch chooses on CUDA.
 
 On a machine without a GPU, fake tensors on "cuda" cannot run a backward. So fake tensors are on the CPU, and calls for
-which PyTorch chooses another operator on CUDA are replaced. Batch norm is not, since both save as many bytes.
+which PyTorch chooses another operator on CUDA are replaced, but not batch norm, which saves as many bytes on either.
 
-Attention: without a fused kernel, it saves an element for each pair of tokens; fused kernels save one for each token.
+Attention: besides inputs and output, the math kernel saves an element per pair of tokens, a fused kernel one per token.
 The kernel is chosen as in `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.
 
 RMS norm: since torch 2.8, CUDA has a fused kernel, which saves the input and one element per row; the CPU runs a dozen
@@ -85,7 +85,7 @@ class Attention:
         return "math"
 
     def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
-        # `check_prefer_cudnn_attention`: capabilities 9.0 and 10.0 prefer cuDNN 9.15, included since torch 2.11.
+        # As `check_prefer_cudnn_attention`: 9.0 and 10.0 prefer cuDNN from version 9.15 on, which torch has since 2.11.
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         preferred = capability in ((9, 0), (10, 0)) and version >= (2, 11)
         longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1
@@ -96,7 +96,7 @@ class Attention:
         if self.attn_mask is not None or not half or capability < (8, 0) or not self._heads_fit(256, pads=True):
             return False
         width = self.query.shape[-1]
-        # On devices with less shared memory, the kernel has no backward for the widest heads.
+        # On these devices, with less shared memory, flash attention has no backward for the widest heads.
         small = capability in ((8, 6), (8, 9), (12, 0), (12, 1)) and self._has_gradient()
         return not (small and (192 < width <= 224 or (width > 224 and self.dropout_p > 0)))
 
@@ -170,7 +170,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class CudaOperators(TorchFunctionMode):
-    """Function mode that replaces calls by the operators of a CUDA device with this `compute_capability`."""
+    """Function mode that replaces attention, dropout and RMS norm by those of a device of `compute_capability`."""
 
     def __init__(self, compute_capability: tuple[int, int]) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class CudaOperators(TorchFunctionMode):
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
 ) -> torch.Tensor:
-    """Call CUDA's dropout, which saves a mask of one byte per element; that of the CPU has the input's dtype."""
+    """Call CUDA's dropout, which saves a mask of one byte per element; the CPU's saves one of the input's dtype."""
     training = training if train is None else train
     if training and 0 < p < 1 and not inplace and input.numel():
         made: torch.Tensor = torch.native_dropout(input, p, True)[0]
@@ -202,7 +202,7 @@ def _dropout(
 
 @contextmanager
 def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """Within the context, run CUDA's operators, also in backwards: there, PyTorch has no function modes active."""
+    """Within the context, run CUDA's operators, also in backwards, for which PyTorch turns function modes off."""
     mode = CudaOperators(compute_capability)
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward

@@ -1,4 +1,4 @@
-"""Look up devices in `devices.toml` or a file like it. Does not import torch, so that the CLI reports typos at once."""
+"""Look up devices in `devices.toml` or a file like it. Does not import torch, so that typos are reported at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EFFICIENCIES = ("matmul", "convolution", "attention", "attention_backward", "st
 
 
 def split_count(text: str) -> tuple[str, int]:
-    """Split a text into a name and a number of devices: "h100:8"; 1 without. Raises ValueError for a wrong number."""
+    """Split "h100:8" into the name and the number of devices, by default 1. Raises ValueError unless it is above 0."""
     name, colon, number = text.partition(":")
     if colon and not (number.isdecimal() and int(number) > 0):
         message = f"{text!r} is not a number of devices; write {name}:8 for eight of them"
@@ -38,7 +38,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def tables_in(path: Path) -> dict[str, Any]:
-    """Return the contents of a TOML file. Raises OSError if it cannot be read, and ValueError if it is no TOML."""
+    """Return the tables of a TOML file. Raises OSError if it cannot be read, and ValueError if it is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -46,14 +46,14 @@ def tables_in(path: Path) -> dict[str, Any]:
 
 
 def find_device(name: str) -> Device:
-    """Return the device called `name` in the table, whatever its case and separators. Raises ValueError if none is."""
+    """Return the device called `name` in the table, ignoring case and separators. Raises ValueError if none is."""
     table = _table()
     spelled = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
     for each in (spelled, spelled.replace("-", "")):
         if each in table:
             return table[each]
     near = difflib.get_close_matches(spelled, table, cutoff=0.4) or list(table)
-    # For the beginning of names, suggest these: a100-80 and a100-40 for a100.
+    # If `name` is the beginning of device names, suggest these: a100-80 or a100-40 for a100.
     *first, last = [each for each in table if each.startswith(f"{spelled}-")] or near
     meant = f"{', '.join(first)} or {last}" if first else last
     message = f"no device is called {name!r}; did you mean {meant}? Or describe a device in a file like {_TABLE.name}"
@@ -61,7 +61,7 @@ def find_device(name: str) -> Device:
 
 
 def find_devices(text: str, file: str | Path | None = None) -> Devices:
-    """Return the devices "h100" or "h100:8" (eight of them) of the table, or of a file like it; "" is its only device.
+    """Return the devices that `text` names in the table or `file`: "h100", eight as "h100:8", or as "" its only device.
 
     Raises ValueError for an unknown name or a wrong number, and the errors of `device_from_file`.
     """

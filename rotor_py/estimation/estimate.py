@@ -21,7 +21,7 @@ from rotor_py.report import Report
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
-    """Return the names of recurrent layers if `device` is a GPU: its libraries save other bytes for them than a CPU."""
+    """Return the names of recurrent layers, for which a GPU's libraries save other bytes; () if `device` is a CPU."""
     found = model.named_modules() if device.vendor != "cpu" else ()
     return tuple(name or type(each).__name__ for name, each in found if isinstance(each, nn.RNNBase | nn.RNNCellBase))
 
@@ -43,32 +43,32 @@ def estimate(
 ) -> Report:
     """Predict memory and time of a training step of `model` on `device`, which need not be present, and plan it.
 
-    Runs on fake tensors, without kernels and without memory for parameters, activations or optimizer state, so the
-    model may exceed this machine. Bytes of tensors are exact, peaks are predicted, and seconds rest on assumptions that
-    the report names.
+    Runs the step on fake tensors: no kernel runs, and parameters, activations and optimizer state take no memory, so
+    the model may exceed this machine's. Bytes of tensors are exact, peaks are predicted, and seconds rest on
+    assumptions that the report names.
 
     Args:
-        model: any model, which stays unchanged and may be on the meta device; or a function that makes one, so that
-            its parameters take no memory.
+        model: any model, which stays unchanged and may be on the meta device; or a function that makes one, which is
+            called so that parameters take no memory.
         sample: input of the model: a tensor, a tuple of positional or a dict of keyword arguments. Only shapes and
-            dtypes count. An attention mask is assumed to mask nothing.
+            dtypes are used. An attention mask is assumed to mask nothing.
         device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight
-            devices that shard the parameters by `fully_shard`; the report is about one of them and its own batch.
+            devices that shard the parameters by `fully_shard`; the report is about one, whose batch is `sample`.
         optimizer: the model's optimizer, or a function of the parameters that makes one, such as `torch.optim.AdamW`.
-        loss: a function of the output that returns the loss. All tensors are fake and on the CPU.
+        loss: a function that returns the loss of an output, whose tensors are fake and on the CPU.
         mem_limit: limit of a whole step's peak: bytes, "60GB", "80%". None is 90 % of the memory available to PyTorch,
             or less if the allocator would reserve more than the device has.
         fresh_grads: whether gradients are freed between steps (`zero_grad(set_to_none=True)`).
-        mem_slots: least number of units in which the solver counts memory.
-        shard: how parameters are sharded over several devices: "blocks", the default, gathers each layer of a list of
-            similar layers separately and other parameters together; "whole" gathers all at once. Or a function of the
-                model and the mesh that calls `fully_shard`.
-        precision: the dtype in which "blocks" and "whole" gather parameters and run layers.
+        mem_slots: least number of units into which the solver divides memory; more find better plans, but slower.
+        shard: how parameters are sharded over several devices. "blocks", the default, gathers each layer of a list of
+            similar layers separately, and other parameters together; "whole" gathers all at once. Or a function of the
+            model and the mesh that calls `fully_shard`.
+        precision: dtype in which parameters are gathered and layers run, for "blocks" and "whole".
         offload: "host": activations may be offloaded to host memory, at the table's bandwidth to the host (`pcie`).
-        autocast: forward and loss run under `torch.autocast` with this dtype, by the rules that hold on CUDA.
+        autocast: dtype of `torch.autocast` around forward and loss, by CUDA's rules; None: no autocast.
 
     Raises:
-        InfeasibleError: no plan fits the device. `min_bytes` is the least limit, or a lower bound of it if the step is
+        InfeasibleError: no plan fits the limit. `min_bytes` is the least limit, or a lower bound of it if the step is
             refused before it is measured.
         UnsupportedModelError: the model cannot be planned, or it reads values of tensors.
         ValueError: the device is not in the table, or `shard` or `precision` is given for a single device.
@@ -81,7 +81,7 @@ def estimate(
         if not isinstance(model, nn.Module):
             message = f"the function that makes the model must return a module, got {what_it_is(model)}"
             raise UnsupportedModelError(message, kind="not_a_module", name="model")
-    arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
+    arguments, keywords = arguments_of(sample, model)  # if it is a DataLoader: its first batch
     with target.together():
         fake = target.model(model).train()
         value = target.fakes.value(keywords or arguments)

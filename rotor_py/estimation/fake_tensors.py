@@ -1,11 +1,11 @@
 """Build models without allocating their tensors, and copy models onto fake tensors.
 
-Models are built on the meta device, except tensors that a library makes on the CPU to read them. To run a model,
-`FakeCopies` copies it with a fake CPU tensor for every tensor, of the same strides, and with the same shared storages.
+Models are built on the meta device; only tensors that code explicitly puts on the CPU, to read them, are real. To run a
+model, `FakeCopies` copies it: each tensor becomes a fake CPU tensor of the same shape and strides, and tensors that
+share a storage still share one.
 
-Fake results have the strides that PyTorch's meta kernels give them. For some backwards these are the gradient's, where
-real kernels return a contiguous result or the input's strides. `_LAYOUTS` lists these operators, found by comparing
-real and fake steps (torch 2.13).
+Results of fake tensors have the strides that PyTorch's meta kernels give. For the operators in `_LAYOUTS`, real kernels
+give others: contiguous, or like an argument's. Found by comparing real and fake steps (torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_o
 _aten = torch.ops.aten
 
 
-# Index of the argument whose memory format, channels last or contiguous (`suggest_memory_format`), a real kernel gives
-# its first result. None: the result is always contiguous.
+# By operator: index of the argument whose memory format, channels last or contiguous (`suggest_memory_format`), a real
+# kernel gives to its first result. None: this result is always contiguous.
 _LAYOUTS: dict[Any, int | None] = {
     _aten.native_layer_norm_backward.default: None,
     _aten._log_softmax_backward_data.default: None,
@@ -35,19 +35,19 @@ _LAYOUTS: dict[Any, int | None] = {
     _aten.native_dropout_backward.default: 0,  # CUDA only
 }
 
-# Operators that allocate a result as large as their input, then resize it: a smaller result has the larger storage.
+# Operators that allocate a result as large as their input, then resize it: a smaller result keeps this storage.
 # (`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`.)
 _MADE_AS_LARGE = (_aten.col2im.default, _aten.im2col.default)
 
-# Operators with a storage argument, which the cache of `FakeTensorMode`, whose keys are arguments, would hold forever.
+# Operators with a storage argument: the cache of `FakeTensorMode`, whose keys are arguments, would keep it alive.
 _OF_STORAGES = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
 
 
 class DeviceFakeMode(FakeTensorMode):
-    """Fake tensor mode, with the strides and storage sizes of results that real kernels return."""
+    """Fake tensor mode whose results have the strides and storage sizes that real kernels give them."""
 
     def __init__(self) -> None:
-        # A loss may read real tensors, such as targets.
+        # The loss may use real tensors of the caller, such as targets.
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,17 +78,17 @@ class DeviceFakeMode(FakeTensorMode):
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-# Python modules of functions that initialize tensors. Some read values, which a meta tensor does not have.
+# Names of modules whose functions initialize tensors. Some read values, which tensors on "meta" do not have.
 _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
 
 
 class FakeCopies:
-    """Makes fake copies of tensors and models. A tensor is copied once, so that what shares it shares its copy."""
+    """Makes fake copies of tensors, models and optimizers. Modules that share a tensor share its copy."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._storages: dict[int, torch.Tensor] = {}
-        # Originals and their copies by the original's id, which stays unique while the original is held.
+        # Pairs (original, copy) by the original's id, which Python reuses for no other object while the pair exists.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -96,7 +96,7 @@ class FakeCopies:
         for module in model.modules():
             others = {key: each for key, each in vars(module).items() if key not in _REGISTERED}
             held += [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
-        # `deepcopy` takes replacements from its memo, so no values are copied.
+        # `deepcopy` takes the fake copies from its memo instead of copying tensors.
         found: nn.Module = copy.deepcopy(model, {id(each): self.tensor(each) for each in held})
         return found
 
@@ -104,7 +104,7 @@ class FakeCopies:
         return tree_map_only(torch.Tensor, self.tensor, value)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return a copy of an optimizer, for the copied parameters, with a copied state."""
+        """Return a copy of `optimizer` whose parameters and state are fake copies."""
         found = copy.copy(optimizer)
         found.param_groups = [
             {**group, "params": [self.tensor(each) for each in group["params"]]} for group in optimizer.param_groups
@@ -122,7 +122,7 @@ class FakeCopies:
         return self._copies[id(tensor)][1]
 
     def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor without dimensions with its value, 0 on "meta": optimizers and batch norms read step counts."""
+        """Copy a scalar tensor with its value (0 if on "meta"): optimizers and batch norms read their step counts."""
         with unset_fake_temporarily():
             value = tensor.item() if has_values(tensor) else 0
         with self._mode:
@@ -149,7 +149,7 @@ class FakeCopies:
 
 @contextmanager
 def construct_on_meta() -> Iterator[None]:
-    """Within the context, models are built on the meta device, and functions that set initial values do nothing."""
+    """Within the context, models are built on the meta device, and functions that initialize tensors do nothing."""
     with ExitStack() as stack:
         for name in _INITIALIZERS:
             if (module := sys.modules.get(name)) is not None:

@@ -1,9 +1,9 @@
-"""Predict an operator's seconds, from its floating point operations and bytes, and the scratch of its CUDA kernel.
+"""Predict the seconds of an operator by a roofline, and the scratch bytes that its CUDA kernel allocates.
 
     seconds = max(launch, operations / (rate × efficiency), bytes / (bandwidth × efficiency))
 
-Williams, Waterman, Patterson, "Roofline", 2009: an operator takes as long as its computation or its memory traffic,
-whichever is slower. A kernel takes at least the time of its launch.
+Williams, Waterman, Patterson, "Roofline", 2009: an operator takes as long as its floating point operations or its
+memory traffic, whichever is slower. A kernel takes at least the time of its launch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ATTENTION_BACKWARD = {getattr(aten, f"{each.__name__}_backward") for each in ATT
 
 
 def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return a call's value of the argument `name`, given or default; None if the operator has no such argument."""
+    """Return the value, given or default, of the argument `name` in a call of `func`; None if `func` has none."""
     for number, one in enumerate(func._schema.arguments):
         if one.name == name:
             return args[number] if number < len(args) else kwargs.get(name, one.default_value)
@@ -48,9 +48,9 @@ def query_key_value(
 
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
-# The CPU's operator for a whole LSTM layer, which stands in for cuDNN's. Other recurrent layers run as matrix products.
+# The CPU's operator for a whole LSTM layer, run in place of cuDNN's. Other recurrent layers run as matrix products.
 _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
-# Operators other than views that read and write no elements.
+# Operators, besides views, that read and write no elements.
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
 # In-place operators that do not read the tensor that they overwrite.
@@ -60,13 +60,13 @@ _WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, 
 _ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 # Losses that read one element of the input for each target, and their backwards, which write a whole gradient.
 _ONE_OF_EACH_ROW = {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.nll_loss_backward, aten.nll_loss2d_backward}
-# Namespaces of collectives. They are assumed to overlap with computation, so they add no time.
+# Namespaces of operators of torch.distributed. They are assumed to overlap with computation, so they add no time.
 _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating point operations and bytes read and written of one call. `kind` names the efficiency that applies."""
+    """Floating point operations of a call, and bytes that it reads and writes. `kind` is a field of `Efficiencies`."""
 
     operations: int
     bytes: int
@@ -123,7 +123,7 @@ def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
         every = forward if packet in ATTENTION else pairs * (6 * query.shape[3] + 4 * value.shape[3])
         return every // 2 if argument(func, args, kwargs, "is_causal") else every
     if packet in (_RECURRENT, _RECURRENT_BACKWARD):
-        value, of_input, of_state = args[:3]  # (time, batch, width); weights of all gates for input and state
+        value, of_input, of_state = args[:3]  # input (time, batch, width); weights of all gates for input and for state
         products = 2 * value.shape[0] * value.shape[1] * (of_input.numel() + of_state.numel())
         return int(products if packet is _RECURRENT else 2 * products)
     formula = flop_registry.get(packet)
@@ -131,7 +131,7 @@ def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
 
 
 def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count the bytes that a call reads and writes: each tensor once, and elements of an expanded tensor once."""
+    """Count the bytes that a call reads and writes. Repeated elements of an expanded tensor count once."""
     packet = func.overloadpacket
     if func.is_view or packet in _FREE or func.namespace in _OTHERS:
         return 0
@@ -150,7 +150,7 @@ def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def touched(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the bytes of `tensors`: equal views once, and a dimension of stride 0 (expanded) as one element."""
+    """Count the bytes of `tensors`: equal views of a storage once, an expanded dimension (stride 0) as one element."""
     seen: set[tuple[Any, ...]] = set()
     total = 0
     for tensor in tensors:
@@ -170,13 +170,13 @@ def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _dtype(args: Sequence[Any]) -> torch.dtype:
-    """Return the narrowest dtype, that of a product's factors. Statistics and the addend of `addmm` may be wider."""
+    """Return the narrowest dtype of `args`, assumed for factors: statistics and the addend of `addmm` may be wider."""
     found = [each.dtype for each in tensors_in(args) if each.dtype.is_floating_point or each.dtype.is_complex]
     return min(found, key=lambda each: each.itemsize, default=torch.float32)
 
 
 # Scratch bytes that CUDA's kernels request from PyTorch's allocator inside an operator, where no dispatch mode sees
-# them. Each function names that of PyTorch whose requests it adds up. cuDNN's workspace for convolutions is assumed.
+# them. Each function names the one of PyTorch whose requests it adds up. cuDNN's workspace for convolutions is assumed.
 
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)  # Since torch 2.8.
 _THREADS = 132 * 2048  # number of threads that an H100 runs at once
@@ -185,17 +185,17 @@ _Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]
 
 
 def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the bytes that `func` takes on CUDA besides arguments and result, while it runs; 0 if not known."""
+    """Return the bytes that `func` takes on CUDA, besides arguments and result, while it runs; 0 if unknown."""
     found = _SCRATCH.get(func.overloadpacket)
     return 0 if found is None else found((func, args, kwargs, out))
 
 
 def _flash_backward(call: _Call) -> int:
-    """`mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """Scratch bytes of `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
-    Sums the gradient of queries in 32 bits. With fewer key heads than query heads, first computes gradients of keys and
-    values for every query head. Copies the output and its gradient unless all heads of a token are contiguous
-    (`_flash_attention_backward` in attention_backward.cu).
+    It sums the gradient of queries in 32 bits. With fewer key heads than query heads, it first computes gradients of
+    keys and values for every query head. Its caller, `_flash_attention_backward` in attention_backward.cu, copies the
+    output and its gradient unless all heads of a token are contiguous.
     """
     given = (argument(*call[:3], name) for name in ("grad_out", "out"))
     copies: int = sum(each.nbytes for each in given if not each.transpose(1, 2).is_contiguous())
@@ -213,10 +213,10 @@ def _flash_sums(call: _Call) -> int:
 
 
 def _efficient_backward(call: _Call) -> int:
-    """`_efficient_attention_backward` in attention_backward.cu: `delta`, and the workspace of kernel_backward.h.
+    """Scratch bytes of `_efficient_attention_backward` in attention_backward.cu: `delta`, and a workspace.
 
-    Sums the gradient of queries in 32 bits whatever the dtype (`kNeedsAccumGradQ`), in blocks of 128 rows and 64
-    columns, and those of keys and values only for half-precision heads wider than 128.
+    The workspace (kernel_backward.h) has sums in 32 bits, in blocks of 128 rows and 64 columns: of the gradient of
+    queries in any dtype (`kNeedsAccumGradQ`), of those of keys and values only in 16 bits with heads wider than 128.
     """
     query, key, value = query_key_value(*call[:3])
     batch, heads, length, width = query.shape
@@ -228,9 +228,9 @@ def _efficient_backward(call: _Call) -> int:
 
 
 def _embedding_backward(call: _Call) -> int:
-    """`embedding_dense_backward_cuda` in Embedding.cu, `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
+    """Scratch bytes of `embedding_dense_backward_cuda` in Embedding.cu, with EmbeddingBackwardKernel.cu.
 
-    Sorts the indices, then sums the gradient's rows of each in 32 bits: by tens (NROWS_PER_THREAD), then the tens.
+    It sorts the indices, then sums the gradient rows of each in 32 bits, first by ten rows (NROWS_PER_THREAD).
     """
     func, args, kwargs, _ = call
     gradient, indices = args[0], argument(func, args, kwargs, "indices")
@@ -240,14 +240,14 @@ def _embedding_backward(call: _Call) -> int:
     segments = min(count, int(rows))
     partial = count // 10 + segments
     width: int = max(_FLOAT, gradient.element_size())
-    # Sorted indices and their positions stay in memory. While sorting, the unsorted positions and cub's copies of both
-    # come on top; while summing, offsets of the rows of each index and of their parts, and the partial sums.
+    # Sorted indices and their positions stay in memory. Sorting also needs the unsorted positions and cub's copies of
+    # both; summing needs the offsets of the rows of each index and of their parts of ten, and the partial sums.
     summing = (3 * segments + partial) * each + partial * int(gradient.shape[-1]) * width
     return 2 * count * each + max(3 * count * each, summing)
 
 
 def _index_put(call: _Call) -> int:
-    """`index_put_with_sort_kernel` in Indexing.cu, if `accumulate`: indices, positions, both sorted, cub's copies."""
+    """Scratch bytes of `index_put_with_sort_kernel` in Indexing.cu: indices, positions, both sorted, cub's copies."""
     func, args, kwargs, _ = call
     if not argument(func, args, kwargs, "accumulate"):
         return 0
@@ -256,13 +256,13 @@ def _index_put(call: _Call) -> int:
 
 
 def _sort(call: _Call) -> int:
-    """`sort_cuda_kernel` in Sort.cpp. Assumed: cub copies keys and indices once more."""
+    """Scratch bytes of `sort_cuda_kernel` in Sort.cpp, assumed to be one more copy of keys and indices, in cub."""
     given = tensors_in(call[1])[0]
     return given.numel() * (given.element_size() + _LONG)
 
 
 def _im2col(call: _Call) -> int:
-    """`im2col_cuda` in Im2Col.cu: a result as large as the image, which is replaced if the result has to be larger."""
+    """Scratch bytes of `im2col_cuda` in Im2Col.cu: a result of the image's size, replaced if the result is larger."""
     given, out = tensors_in(call[1])[0], call[3]
     return int(given.nbytes) if out.numel() > given.numel() else 0
 
@@ -279,10 +279,11 @@ def _sum(call: _Call) -> int:
 
 
 def _column_sums(rows: int, width: int) -> int:
-    """`setReduceConfig` and `global_memory_size` in Reduce.cuh: blocks share rows and accumulate in global memory.
+    """Scratch bytes of a sum of `rows` rows with `width` columns: thread blocks add their sums in global memory.
 
-    A thread block covers 128 columns, 4 by each of 32 threads, and reads 4 rows at a time; a thread adds 16 to 256
-    elements of a column. Measured bytes on an H100 agree for 512 to 4096 rows of 256 to 1024 columns.
+    As in `setReduceConfig` and `global_memory_size` of Reduce.cuh, a block covers 128 columns, 4 by each of 32 threads,
+    and reads 4 rows at a time; a thread adds 16 to 256 elements of a column. Measured bytes on an H100 agree for 512 to
+    4096 rows of 256 to 1024 columns.
     """
     if rows < 1024:
         return 0
@@ -293,9 +294,9 @@ def _column_sums(rows: int, width: int) -> int:
 
 
 def _norm_backward(call: _Call) -> int:
-    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: sums many narrow rows in two steps.
+    """Scratch bytes of `LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu, for narrow rows, in two steps.
 
-    A row is narrow if it takes fewer warps than half of the multiprocessors. The largest devices have 132 to 148.
+    A row is narrow if it takes fewer warps than half of the multiprocessors, of which large devices have 132 to 148.
     """
     given = tensors_in(call[1])
     width: int = math.prod(argument(*call[:3], "normalized_shape"))
@@ -310,7 +311,7 @@ def _norm_backward(call: _Call) -> int:
 
 
 def _convolution(call: _Call) -> int:
-    """Assumed: cuDNN copies tensors to the memory format channels last, which its tensor cores read
+    """Scratch bytes of cuDNN. Assumed: it copies tensors to channels last, which tensor cores read
     (https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional, section on layouts).
     """
     given = [each for each in tensors_in((call[1], call[3])) if each.dim() >= 4]

@@ -39,9 +39,9 @@ from rotor_solver import InfeasibleError
 class SimulatedStep:
     """A training step of `network` on the input `value`. A call takes the step, holding its outputs to the end.
 
-    Without a `loss`, the first scalar of the output that requires a gradient is the loss, or else a scalar made from
-    all output tensors. Runs as many forwards before a backward as were planned. With `fresh_grads`, frees gradients at
-    the end. Forward and loss, not the backward, run under autocast with the dtype `autocast`.
+    Without a `loss`, the loss is the output's first scalar that requires a gradient, or else a scalar computed from all
+    output tensors. A step runs as many forwards before its first backward as were planned. With `fresh_grads`, it frees
+    gradients at its end. Forwards and losses, not backwards, run under autocast with the dtype `autocast`.
     """
 
     network: Checkpointable
@@ -73,14 +73,14 @@ class SimulatedStep:
             self.network.zero_grad()
 
     def prepare(self) -> None:
-        """Step the optimizer with arbitrary gradients, so that its state exists; `fresh_grads` then frees them."""
+        """Step the optimizer with arbitrary gradients to make its state; with `fresh_grads`, free the gradients."""
         for parameter in self.network.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         self._step_optimizer()
 
     def present(self) -> list[torch.Tensor]:
-        """Return the tensors in memory before the step."""
+        """Return parameters, buffers, gradients, optimizer state and input: the tensors in memory before the step."""
         parameters = list(self.network.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
@@ -88,7 +88,7 @@ class SimulatedStep:
 
     @contextmanager
     def state_restored(self) -> Iterator[None]:
-        """Restore gradients and optimizer state at the end of the context, in which steps are not watched."""
+        """Restore gradients and optimizer state after the context. Inside it, steps over the limit change no plan."""
         gradients = {each: each.grad for each in self.network.parameters()}
         state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
         watch, self.network.watch = self.network.watch, False
@@ -106,19 +106,19 @@ class SimulatedStep:
 def _loss_in(output: Any) -> torch.Tensor:
     found = [each for each in tensors_in(output) if each.dim() == 0 and each.requires_grad]
     made = found[0] if found else scalar_after(output)
-    assert made is not None  # a planned network trains something
+    assert made is not None  # a planned network has parameters to train
     return made
 
 
 class FollowedStep(FollowedStorages):
-    """Context that lists in `events` what CUDA's allocator would be asked for: storages, and scratch of kernels.
+    """Context that lists, in `events`, the requests to CUDA's allocator: for storages, and for scratch of kernels.
 
-    The first events allocate the workspaces that libraries keep on `device`, and the tensors `present`.
+    The first events allocate the workspaces that cuBLAS keeps on `device`, and the storages of the tensors `present`.
     """
 
     def __init__(self, present: Iterable[torch.Tensor] = (), device: Device | None = None) -> None:
         super().__init__()
-        self.stream = 0  # stream of the requests: each stream has its own pools
+        self.stream = 0  # CUDA stream of the next requests; the allocator has pools for each stream
         self.events: list[Event] = []
         if device is not None:
             size = workspace_bytes(device) // WORKSPACES
@@ -152,7 +152,7 @@ def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
 
 
 def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
-    """Return the peak of reserved bytes. If `usable` bytes do not suffice, return how many do, to within a segment."""
+    """Return the peak of reserved bytes; if it exceeds `usable`, the least limit that works, to within a segment."""
     much, little = replay(events, expandable=expandable).reserved_bytes, usable
     if much <= usable:
         return much
@@ -168,39 +168,39 @@ def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
     return much
 
 
-# Most times that a smaller limit is tried. A guess: reserved bytes follow the limit; with too few, plans may not fit.
+# Number of smaller limits that are tried at most. A guess: with fewer, the last plan may not fit the device.
 _ROUNDS = 2
 
 
 def find_reservation(
     step: SimulatedStep, device: Device, requests: Callable[[], Sequence[Event]], *, keep_limit: bool
 ) -> Reservation:
-    """Predict the bytes that the allocator of `device` reserves for the planned `step`, whose `requests` it replays.
+    """Predict the bytes that the allocator of `device` reserves for the planned `step`, which makes `requests()`.
 
-    Unless `keep_limit`, plans again for a lower limit, up to `_ROUNDS` times, while that is more than the device has.
+    Unless `keep_limit`, plans for a lower limit, up to `_ROUNDS` times, while these bytes exceed the device's memory.
     """
     network = step.network
     for attempt in range(_ROUNDS + 1):
         budget, sequence, limit = network.budget, network.sequence, network.mem_limit
         assert budget is not None
         assert sequence is not None
-        # At least the plan's peak, which is for the worst order of several backwards: the trace is for one.
+        # At least the plan's peak, which covers every order of several backwards: `requests` has one order only.
         found = reservation_of(requests(), device).at_least(budget.peak_bytes(sequence))
-        # Less than the plan's peak, not just than the limit: with a limit above the peak, the plan would be the same.
+        # Subtract from the plan's peak, not from the limit: a limit above the peak would give the same plan again.
         smaller = budget.peak_bytes(sequence) - found.missing_bytes
         if keep_limit or attempt == _ROUNDS or not found.missing_bytes or smaller < budget.least_bytes():
             break
         network.mem_limit = smaller
         try:
             network.compute_sequence()
-        except InfeasibleError:  # another process that shares the plan may need more than this one's least limit
+        except InfeasibleError:  # the plan also has to fit other processes, which may need more
             network.mem_limit, network.sequence = limit, sequence
             break
     return found
 
 
 def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
-    """Trace two steps: the first allocates the optimizer's state between other blocks, which the second finds there."""
+    """Trace two steps: the first allocates the optimizer's state between other blocks, the second runs with it."""
     with step.state_restored():
         step()  # not traced: a plan's first step does more than others, such as capturing the model
     with step.state_restored():
@@ -211,7 +211,7 @@ def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
     return followed
 
 
-# Which gathered parameters are in memory together, FSDP decides during a step. Real processes plan with an upper bound
+# FSDP decides during a step which gathered parameters are in memory together. Real processes plan with an upper bound
 # of their bytes (`gathered_bytes`). A simulation replaces this bound by the bytes that steps on fake tensors take.
 
 _GATHERING = 1
@@ -219,7 +219,7 @@ _GATHERING = 1
 
 @contextmanager
 def gathering_apart(step: FollowedStep) -> Iterator[None]:
-    """Within the context, requests of FSDP2's all-gathers are on a stream, hence in pools, of their own, as on CUDA."""
+    """Within the context, FSDP2's all-gathers request memory on a stream, hence in pools, of their own, as on CUDA."""
     group: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     if group is None:  # no sharding
         yield
@@ -240,14 +240,14 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
         group.foreach_all_gather = gather
 
 
-# Each round of `find_room` plans with the communication bytes of the last plan's step, plus this share of them: a plan
-# with less memory recomputes other stages, which gather other parameters and may need more. Guesses: too much wastes
-# memory; without any, no plan for a Llama of 80 layers kept to its bytes.
+# For each round of `find_room`: the share by which its plan allows more communication bytes than the last plan's step
+# took, since a plan with less memory recomputes other stages, whose gathered parameters may be larger. Guesses: too
+# much wastes memory; without any, no plan for a Llama of 80 layers kept to its bytes.
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 
 
 class Communication:
-    """Finds how many bytes of FSDP's gathered parameters and buffers planned steps take, by steps on fake tensors."""
+    """Finds by steps on fake tensors how many bytes FSDP takes for gathered parameters and buffers in planned steps."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -262,8 +262,8 @@ class Communication:
     def find_room(self, step: SimulatedStep) -> None:
         """Plan the measured network of `step` with as many communication bytes as its planned step takes.
 
-        If in no round the step keeps to its planned bytes, plans have the upper bound again. If no plan fits, nothing
-        is raised here: `compute_sequence` raises again when it is called next.
+        If the step takes more than planned in every round, the budget has FSDP's upper bound again. If no plan fits,
+        returns without an error: `compute_sequence` will raise it when it is called next.
         """
         network = step.network
         budget = network.budget
@@ -283,7 +283,7 @@ class Communication:
         network.divide(budget)
 
     def promise(self, step: SimulatedStep) -> None:
-        """Raise the plan's communication bytes to those that its step takes, and the limit to the peak with them."""
+        """If the step takes more communication bytes than planned, budget them, and raise the limit to the new peak."""
         network = step.network
         plan, budget = network.sequence, network.budget
         assert plan is not None

@@ -1,7 +1,7 @@
 """Simulate the devices that a step is planned for: predicted memory and times, sharding, and the process group.
 
-With PyTorch's "fake" backend, collectives return at once, with arbitrary values. As only shapes matter here, this one
-process shows the memory of each of any number of processes.
+Collectives of PyTorch's "fake" backend return at once, with arbitrary values. Predictions use only shapes, so this one
+process stands for each of the processes that train together.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class PredictedStopwatch(torch_compat.TorchDispatchMode):
     exact = True
 
     def __init__(self, seconds: OperatorSeconds) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._seconds = seconds
         self._lap = 0.0
         self._laps: list[float] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let TorchDynamo capture inside the mode, which else prevents it. Operators of its graphs come here, too."""
+        """Allow TorchDynamo to capture inside this mode, which also gets the operators of captured graphs."""
         return True
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class PredictedStopwatch(torch_compat.TorchDispatchMode):
 
 
 class PredictedMeter:
-    """Counts, for each phase begun by `mark`, the bytes of storages made inside the context, and scratch of kernels."""
+    """Counts the bytes of storages made inside the context, and of kernels' scratch, by phases that `mark` begins."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.phases: dict[str, Phase] = {}
@@ -140,7 +140,7 @@ class PredictedDevice:
 
 
 def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
-    """Simulate `device`, one of `count`: its memory, its operators, and their seconds by `operator_seconds`."""
+    """Return a simulation of `device`, one of `count` equal ones, with seconds by `operator_seconds`."""
     return PredictedDevice(
         kind="cuda",
         name=device.name,
@@ -170,7 +170,7 @@ def shard_parameters(
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules with children that share their class in a list, such as a transformer's layers."""
+    """Yield the outermost modules of which a list has several of one class, such as a transformer's layers."""
     classes = Counter(map(type, module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ()))
     for child in module.children():
         if classes[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters()):
@@ -181,7 +181,7 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def world_of(size: int) -> Iterator[DeviceMesh]:
-    """Within the context, this process is the first of `size` simulated ones. Yields a device mesh of all."""
+    """Within the context, this process is rank 0 of `size` simulated processes. Yields the device mesh of all."""
     if not dist.is_available():
         message = "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
         raise UnsupportedModelError(message, kind="no_distributed")
@@ -232,7 +232,7 @@ class SimulatedDevices:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enter this first, and call other methods inside: this process is then the first of one for each device."""
+        """Context for the other methods: with several devices, this process is rank 0 of one process for each."""
         if self.devices.count == 1:
             yield
             return

@@ -1,4 +1,4 @@
-"""Compute the shapes of two pictures: time by memory limit, and samples per second by batch size."""
+"""Compute coordinates for two pictures of the page: time by memory limit, and samples per second by batch size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Column:
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Return the multiples of a step between `low` and `high`: of the smallest 1, 2 or 5 · 10ⁿ with at most `most`."""
+    """Return the multiples of a step from `low` to `high`: the smallest 1, 2 or 5 · 10ⁿ with at most `most` there."""
     if not high > low:
         return [low]
     power = math.floor(math.log10((high - low) / most))
@@ -38,14 +38,14 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     raise AssertionError
 
 
-# Time by memory limit: a step function, with a mark for the followed plan, and a letter for each strategy. The time
-# axis is logarithmic: the least memory may take many times the plain time, and ten percent more must stay visible.
+# Time by memory limit: a step function, with a mark for the report's plan, and a letter for each strategy. The time
+# axis is logarithmic: the plan of least memory takes many times the plain time, but ten percent more must stay visible.
 
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
 _LABEL = 90  # width of a size label on the memory axis in pixels, padding included
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
-_APART, _FINEST = 20, 0.02  # least pixels between time labels; first share of `_SHARES` for curves below 10 % more time
+_APART, _FINEST = 20, 0.02  # least pixels between time labels; first labelled share of curves below 10 % more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Mark:
 
 
 def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> SimpleNamespace | None:
-    """Return the picture of `sweep` and the plan for the template, `room` pixels wide; None if the curve has one point.
+    """Return the shapes that the template draws for `sweep`, `room` pixels wide; None if the curve has one point.
 
-    `width` is the length of the memory axis. `limit_x` is None if there is no limit, or one outside the picture.
+    In the result, `width` is the length of the memory axis, and `limit_x` is None without a limit inside the picture.
     """
     points = sweep.points
     if len(points) < 2:
@@ -72,7 +72,7 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Sim
     margin = 0.04 * (most - least)
     left, right = least - margin, most + margin
     highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
-    # Strategies more than twice as high as the curve (in logarithms) are in the legend only: they would flatten it.
+    # Strategies over twice as high as the curve (in logarithms) are only in the legend: they would flatten the curve.
     others = [math.log(point.overhead) for point in sweep.strategies]
     highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
@@ -141,7 +141,7 @@ def _shares(highest: float) -> list[float]:
 def _placed(
     points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None, width: float
 ) -> Iterator[Mark]:
-    """Yield a mark for each point, its letter close by and clear of `others`, other letters and a line at `wall`."""
+    """Yield a mark for each point, its letter near by, clear of `others`, of letters and of a line at x = `wall`."""
     taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
@@ -158,17 +158,17 @@ def _placed(
         yield Mark(x, y, title, letter, *place)
 
 
-# Samples per second by batch: a line for the fastest plans, a line for storing everything, and a mark for the chosen
-# batch. The batch axis is logarithmic, since most changes at small batches, which share the fixed costs.
+# Samples per second by batch: a line for the fastest plans, one for storing everything, a mark for the chosen batch.
+# The batch axis is logarithmic: samples per second change most between small batches, in which fixed costs dominate.
 
 
 _BATCH_LABEL = 32  # least pixels between the centres of two labels of the batch axis
 
 
 def batch_picture(choice: BatchChoice, room: float = SCREEN) -> SimpleNamespace | None:
-    """Return the picture of a choice's points for the template, `room` pixels wide; None if there is one point only.
+    """Return the shapes that the template draws for `choice`, `room` pixels wide; None if there is one point only.
 
-    `width` is the length of the batch axis. `stored`, the line for storing everything, is "" with under two points.
+    In the result, `width` is the length of the batch axis; `stored`, the line for storing everything, may be "".
     """
     points = choice.points
     if len(points) < 2:

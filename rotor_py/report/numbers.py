@@ -1,4 +1,4 @@
-"""Facts of a plan for its reports: peaks, times and whether they are measured, what each stage stores, sentences."""
+"""The numbers of a plan for its reports, such as peaks and times, and sentences about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rotor_py.stage.protocol import parted
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
 
-# What the forward stores of a stage for its backward, in words, by the `kind` that reports use.
+# What the forward stores of a stage for its backward, in words. The keys are kinds of stages in reports and styles.
 WORDS = {
     "kept": "all that the backward needs",
     "part": "a part of it, the rest is recomputed",
@@ -30,11 +30,11 @@ WORDS = {
 }
 
 
-NOISY = 0.10  # Least spread of measured times, as a share, that reports mention: other programs load the machine.
+NOISY = 0.10  # Least spread of measured times, as a share, that reports mention: other programs may load the machine.
 
 
 def kept_kind(stage: Stage, option: int) -> str:
-    """Return an option's key of `WORDS`: "packed" or "rounded" also if it stores a part and packs or rounds that."""
+    """Return the key of `WORDS` for an option; if it stores a part, and packs or rounds this: "packed" or "rounded"."""
     way = stage.options[option]
     if way.moved:
         return "elsewhere"
@@ -57,7 +57,7 @@ _NAMED = 3  # largest number of layers that a sentence names
 class Basis:
     """Says which numbers of a step on simulated `devices` are exact, predicted or assumed.
 
-    `recurrent` are the names of layers for which no number is exact, since the device runs other operators.
+    `recurrent` names the layers for which no number is exact, since the device runs other operators for them.
     """
 
     devices: Devices
@@ -71,7 +71,7 @@ class Basis:
         return self.devices.each
 
     def seconds(self, seconds: float) -> tuple[float, float]:
-        """Return the range of a time whose prediction is `seconds`: the shortest and the longest."""
+        """Return the shortest and the longest time, in seconds, that a prediction of `seconds` may mean."""
         factor = _GUESSED if self.device.efficiencies.anchor is None else _ANCHORED
         return seconds / factor, seconds * factor
 
@@ -79,7 +79,7 @@ class Basis:
         return " to ".join(map(format_seconds, self.seconds(seconds)))
 
     def sentences(self) -> tuple[str, ...]:
-        """Say which numbers are exact, except for recurrent layers, which are predicted and which assumed."""
+        """Return sentences: which numbers are exact (for recurrent layers, none), which predicted, which assumed."""
         device, several, amd = self.device, self.devices.count > 1, self.device.vendor == "amd"
         found = [
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and the tensors that "
@@ -176,9 +176,9 @@ class ReportFacts:
     batches: BatchChoice | None = None
     """The chosen batch and the alternatives; None if the batch was given."""
     predicted_for: Devices | None = None
-    """Simulated devices for which all numbers are predicted; None if they are measured."""
+    """Simulated devices for which all numbers are predicted; None if the numbers are measured."""
     recurrent: tuple[str, ...] = ()
-    """Names of recurrent layers, for which no number is exact."""
+    """Names of recurrent layers on a simulated GPU, for which no number is exact."""
     reserved: Reservation | None = None
     """Predicted bytes that the allocator reserves for a step; None if no step was simulated."""
 
@@ -194,7 +194,7 @@ class ReportFacts:
 
     @property
     def shown(self) -> Sequence:
-        """The sequence that stages and pictures show: if forwards in flight differ, that of the forward at the peak."""
+        """The sequence in tables and pictures; if forwards in flight differ, that of the forward at the peak."""
         return self.budget.busiest(self.sequence)[0]
 
     @property
@@ -242,7 +242,7 @@ class ReportFacts:
     def quality(self) -> list[tuple[str, str]]:
         """Pairs of label and text: the gap to the best plan, if known, and the spread of measured times, if large."""
         gap, spread, found = self.gap, self.measurement.spread, []
-        if gap is not None:  # below 5e-5, two digits would read 0.00%
+        if gap is not None:  # two decimals would read 0.00% below 5e-5
             found.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
         if spread >= NOISY:
             found.append(("times vary by", format_share(spread)))
@@ -303,7 +303,7 @@ class ReportFacts:
         return [", ".join(part for part in (kept.get(at, ""), each) if part) for at, each in enumerate(again)]
 
     def verdict(self) -> tuple[str, str]:
-        """Say in a sentence whether the plan fits and what it costs: its highlighted beginning, and its rest."""
+        """Return a sentence in two parts, the first for highlighting: whether the plan fits, then its peak and cost."""
         if self.mem_limit is None:
             begin, limit = f"{self.title} is planned", "without a limit"
         else:
@@ -315,7 +315,7 @@ class ReportFacts:
         return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}."
 
     def peak_reason(self) -> str | None:
-        """Say where the peak is if it is outside forward and backward; None if it is inside."""
+        """Return sentences about the peak if it is outside the chain's forward and backward, else None."""
         running = self.budget.beside_chain(self.sequence) + peak_of(self.chain, self.shown)
         if self.peak_bytes <= running:
             return None
@@ -357,7 +357,7 @@ class ReportFacts:
 
     @property
     def basis(self) -> Basis | None:
-        """What predicted numbers rest on: which are exact, predicted or assumed; None if the numbers are measured."""
+        """Which numbers of a simulated device are exact, predicted or assumed; None if the numbers are measured."""
         if self.predicted_for is None:
             return None
         fixed = self.budget.fixed
@@ -365,14 +365,14 @@ class ReportFacts:
         return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
 
     def followed_step(self) -> list[tuple[str, str]]:
-        """Return labels and sizes of the simulated step's peak and the allocator's memory; [] if none was simulated."""
+        """Return labels and sizes of a simulated step's peak and of its reserved bytes; [] if no step was simulated."""
         if self.reserved is None:
             return []
         sizes = {"a step": self.reserved.step_bytes, "reserved": self.reserved.reserved_bytes}
         return [(f"{name} (predicted)", format_bytes(size)) for name, size in sizes.items()]
 
     def times(self) -> list[tuple[str, str]]:
-        """Return labels and times of a planned and a plain step; on simulated devices, ranges and what they rest on."""
+        """Return labels and times of a planned and a plain step; if predicted: ranges and their basis."""
         basis = self.basis
         said = format_seconds if basis is None else basis.range
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
@@ -382,7 +382,7 @@ class ReportFacts:
         return [*found, ("efficiencies" if source.anchor is None else "fitted to", source.origin)]
 
     def which_forward(self) -> str | None:
-        """Say of which forward in flight stages and pictures are; None if all forwards follow one sequence."""
+        """Say which of the forwards in flight tables and pictures show; None if all forwards follow one sequence."""
         found = self.by_forwards()
         if len(found) == 1:
             return None
@@ -399,7 +399,7 @@ NAME = "optimizer step"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Bytes in memory during the optimizer step. `fixed` includes its state, and gradients that stay between steps."""
+    """Bytes in memory during the optimizer step. `fixed` includes optimizer state and gradients kept between steps."""
 
     fixed: int
     input: int
@@ -416,7 +416,7 @@ def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
     budget, measurement = facts.budget, facts.measurement
     if budget.step_bytes is None:
         return None
-    # A training loop holds input and output of its step, with tensors that need no gradient, until the optimizer step.
+    # A training loop holds inputs and outputs of all forwards in flight until the optimizer step.
     output = budget.forwards * measurement.output_bytes
     given = budget.forwards * measurement.input_bytes
     gradients = budget.stepping_bytes - given - output
@@ -428,7 +428,7 @@ HEADINGS = ("forward", "backward", "output", "kept", "scratch")
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage: the numbers under `HEADINGS` with their text, the plan's action, and its `kind` of `WORDS` or ""."""
+    """A stage's row: the numbers under `HEADINGS` with their texts, the plan's action, and a key of `WORDS` or ""."""
 
     name: str
     numbers: tuple[tuple[float, str], ...]
@@ -440,7 +440,7 @@ def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
     measured = facts.measurement
     for name, cost, action, kind in zip(measured.names, measured.stages, facts.actions(), facts.kinds(), strict=True):
         seconds = cost.forward_seconds, cost.backward_seconds
-        # Scratch differs with and without a graph, and a plan may run both kinds of forward: show the most.
+        # A plan may run a stage's forward with and without a graph: show the largest scratch, of these or the backward.
         scratch = max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)
         sizes = cost.activation_bytes, cost.saved_bytes, scratch
         numbers = (*((s, format_seconds(s)) for s in seconds), *((size, format_bytes(size)) for size in sizes))

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def in_words(seconds: float) -> str:
-    """Return `about 12 s left`, rounded to at most two digits, since the time is a rough estimate."""
+    """Format a remaining time as in `about 12 s left`, with at most two digits, since it is a rough estimate."""
     for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
         if seconds < most:
             return f"about {max(1, round(seconds / divisor))} {unit} left"
     return f"about {round(seconds / 3600)} h left"
 
 
-PATIENCE_SECONDS = 1.0  # Less work shows no line, which would only flash. A guess; with more, programs seem to hang.
+PATIENCE_SECONDS = 1.0  # Shorter work shows no line, which would only flash. A guess: with more, programs seem to hang
 _REDRAWN_SECONDS = 0.1  # least time between redraws: some work reports progress far more often
 _COUNTED = 10_000  # least number of parts for which progress is in percent: a count of five digits is hard to read
 _BAR = 16
@@ -42,7 +42,7 @@ def activities(*, quiet: bool = False) -> Iterator[Activities]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """`activities` for measuring only: yields a callable as `Activities.doing` returns, or None if stderr is piped."""
+    """Show the progress of measuring: yields a callback like that of `Activities.doing`; None if stderr is piped."""
     with activities() as found:
         yield found.doing("measuring") if found.shown else None
 
@@ -61,7 +61,7 @@ class Activities:
         self._lock = RLock()  # the timer draws in its own thread
 
     def doing(self, verb: str) -> Progress:
-        """Return a callable (parts done, all parts, name of the next). It shows verb and name: `measuring layer.3`."""
+        """Return a callback (parts done, all parts, name of the next) that shows verb and name: `measuring conv1`."""
         return partial(self._tell, verb) if self.shown else lambda done, total, name: None
 
     def stop(self) -> None:

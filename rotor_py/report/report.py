@@ -27,7 +27,7 @@ from rotor_solver.watching import watcher
 _NONE: Mapping[str, Sequence] = {}
 # Number of limits solved one by one for plans with offload. A guess: fewer make a coarser curve, more a longer wait.
 _LIMITS = 12
-# The search for the least limit of an overhead ends at this share of the range of limits. A guess: more wastes memory.
+# Share of the range of limits at which the search for an overhead's least limit ends. A guess: more wastes memory.
 _CLOSE = 0.005
 
 
@@ -36,15 +36,15 @@ def sweep_of(
 ) -> Sweep:
     """Compute the curve of time against memory for the step of `facts`; `strategies`, by name, are further points.
 
-    `slots` is the least number of units in which the solver counts memory. With offload, which `frontier` leaves out,
-    some limits are solved one by one; a search finds the least limit for `overhead` (0.1: 10 %).
+    `slots` is the least number of units into which the solver divides memory. `frontier` does not offload, so plans
+    with offload are solved for some limits one by one; with `overhead` (0.1: 10 %), a search finds its least limit.
     """
     # The frontier counts memory in slots, so it may miss storing everything and the plan that is followed: add both.
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]
     if facts.budget.link is not None and facts.budget.forwards == 1:
         found += _one_by_one(facts, slots, found, overhead)
     points: list[Point] = []
-    # Drop plans that take more memory but no less time, as by snapshots of the random state, which `frontier` ignores.
+    # Drop plans with more memory but no less time: `frontier` finds some, as it ignores snapshots of random state.
     for point in sorted((_point(facts, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
         if not points or point.step_seconds < points[-1].step_seconds:
             points.append(point)
@@ -59,7 +59,7 @@ def sweep_of(
 def _one_by_one(
     facts: ReportFacts, slots: int, others: Iterable[Sequence], overhead: float | None
 ) -> Iterator[Sequence]:
-    """Yield plans with offload for some limits; given an `overhead`, also those tried in search of its least limit."""
+    """Yield plans with offload for some limits; given an `overhead`, also for those tried to find its least limit."""
     budget, progress = facts.budget, watcher()
     least, most = budget.least_bytes(), facts.store_all_bytes
 
@@ -146,13 +146,13 @@ def page(
 
 
 def frame(text: str) -> str:
-    """Return an iframe with a page, whose styles and scripts then do not change the rest of a notebook."""
+    """Return an iframe that contains the page `text`: its styles and scripts then do not affect the notebook."""
     source = escape(text, quote=True)
     return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
 
 
 def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
-    """Return the pictures by name, `room` pixels wide; those with a column per operation or stage at most `most`."""
+    """Return the pictures by name, `room` pixels wide; those with a column per operation or stage up to `most`."""
     return {
         "curve": curve.curve_picture(facts, sweep, room),
         "batch": None if facts.batches is None else curve.batch_picture(facts.batches, room),
@@ -207,12 +207,12 @@ class Report(ReportFacts):
 
         Args:
             path: file to write. Raises OSError if that fails.
-            remarks: more sentences below the first, which says whether the plan fits.
-            usage: lines of Python that train by the plan, to be shown.
+            remarks: sentences to add below those about the plan.
+            usage: Python lines that train by the plan, to print on the page.
             made: date on the page, now by default.
         """
         Path(path).write_text(page(self, self._swept(), remarks, usage, made), encoding="utf-8")
 
     def _swept(self) -> Sweep:
-        """Return the curve of time against memory; solve it now if need be, since only pages show it."""
+        """Return the curve of time against memory, which only pages show; solve it now if this has not been done."""
         return sweep_of(self) if self.sweep is None else self.sweep

@@ -22,7 +22,7 @@ _NEAR = 1.5  # a limit above this multiple of the peak is not drawn: the columns
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Memory of one part, such as a stage: bytes after each operation, colour, and outline as an SVG path."""
+    """Layer of the memory picture, such as a stage: bytes after each operation, colour, and outline as an SVG path."""
 
     name: str
     sizes: tuple[int, ...]
@@ -36,8 +36,8 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
     Columns share `room` pixels; if they would be too narrow, the picture may grow to `most` pixels. `limit_y` is None
     if there is no limit, or one far above the peak.
 
-    The height of a column is the simulated memory while its operation runs; without the topmost layer, which is freed
-    then, it is the memory after the operation.
+    The height of a column is the simulated memory while its operation runs; without the topmost layer, which the
+    operation frees at its end, it is the memory after the operation.
     """
     found, step_after = timed_moments(facts.chain, facts.shown, facts.budget.link), optimizer_step(facts)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
@@ -75,7 +75,7 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
 
 
 def layers_of(facts: ReportFacts, found: tuple[Moment, ...], step: OptimizerStep | None = None) -> Iterator[Layer]:
-    """Yield layers bottom to top: fixed part, chain input, stages, output, gradients, and what operations free again.
+    """Yield layers bottom to top: fixed part, input, stages, output, gradients, and bytes freed as an operation ends.
 
     The `sizes` of a layer are bytes, one for each moment of `found`, and one for the optimizer's `step` if given.
     """
@@ -104,7 +104,7 @@ def _largest(layers: list[Layer], at: int) -> str:
 
 
 def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
-    """Yield an SVG path around each run of columns in which a layer, from `below` to `above`, has a height."""
+    """Yield an SVG path around each run of columns in which a layer, between `below` and `above`, is not empty."""
     start = 0
     while start < len(below):
         end = start
@@ -120,7 +120,7 @@ def _outline(below: list[float], above: list[float], step: float) -> Iterator[st
 
 
 def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
-    """Yield the SVG commands of a stepped line: at each of `heights` up to its x of `ends`; equal neighbours as one."""
+    """Yield SVG commands of a stepped line: at `heights[i]` up to x = `ends[i]`; equal neighbours make one step."""
     for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
         if at == 0 or height != heights[at - 1]:
             yield f"V{height:.1f}"
@@ -134,7 +134,7 @@ _CELL, _LABEL = 18, 24  # largest width of a stage's column, and least distance 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A stored stage from row `first` to row `last`, which frees it unless it `stays`; `kind` is a key of `WORDS`."""
+    """Rows in which a stage is stored as `kind`, a key of `WORDS`. Row `last` frees it unless it `stays` in memory."""
 
     stage: int
     kind: str
@@ -148,8 +148,8 @@ def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamesp
     """Return the plan's operations, one in each row, and when each stage is stored, in cells of `cell` by `ROW` pixels.
 
     `numbers` are the labelled stages, the loss last. `ran` are the operations, with their `sweep.kind`. `copied` are
-    the copies of offloaded stages, out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right, with fractional
-    rows. `kinds` maps each `kind` that occurs in `kept` to its words in `WORDS`, for the legend.
+    the copies of offloaded stages, out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right; `first` and
+    `last` are fractional rows. `kinds` maps each `kind` that occurs in `kept` to its words in `WORDS`, for the legend.
     """
     found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
@@ -201,7 +201,7 @@ def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamesp
     begins, names = [moment.begin for moment in found], facts.measurement.names
 
     def row(seconds: float) -> float:
-        # A row's height is its operation's time, without the wait for a copy, which falls on the upper edge.
+        # A row's height stands for its operation's time; a wait for a copy before it falls on the upper edge.
         at = max(0, bisect_right(begins, seconds) - 1)
         share = (seconds - begins[at]) / found[at].seconds if found[at].seconds else 1.0
         return at + min(1.0, share)

@@ -13,7 +13,7 @@ from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation, Seque
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan whose step needs `mem_limit` bytes, its predicted seconds, and their ratio to those of storing everything.
+    """A plan, its step's peak `mem_limit` in bytes, its predicted seconds, and `overhead`, their ratio to store-all's.
 
     `name` is that of a strategy, such as "level 3"; it is empty for a point of the curve of optimal plans.
     """
@@ -48,12 +48,12 @@ class Sweep:
         return (self.store_all_bytes - point.mem_limit) / activations if activations > 0 else 0.0
 
     def lettered(self) -> list[tuple[str, Point]]:
-        """Return the strategies, each with the letter that stands for it in a picture."""
+        """Return pairs of a strategy's letter in pictures and the strategy."""
         return list(zip(ascii_uppercase, self.strategies, strict=False))
 
 
-USUAL = 0.10  # overhead for which reports say how much memory it saves, if the user names none
-_LEAST_SHOWN = 0.0005  # least saved share that is not printed as "0.0 %"
+USUAL = 0.10  # overhead for which reports say how much memory it saves, unless the user names another
+_LEAST_SHOWN = 0.0005  # least share of saved memory that is not printed as "0.0 %"
 
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
@@ -62,7 +62,7 @@ def label(operation: Operation, names: abc.Sequence[str]) -> str:
 
 
 def kind(moment: Moment) -> str:
-    """Name the kind of operation: "loss", "backward", "again" (recomputed), "keep" (forward with a graph) or "pass"."""
+    """Name the kind of operation: "loss", "backward", "again" (recomputed), "keep" (with graph) or "pass" (without)."""
     match moment.operation:
         case Loss():
             return "loss"
@@ -74,7 +74,7 @@ def kind(moment: Moment) -> str:
 
 
 def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str:
-    """Describe an operation: its time, and the step's memory during and after it, of which `beside_bytes` are fixed."""
+    """Describe an operation: its time, and memory during and after it, with the `beside_bytes` outside the chain."""
     return (
         f"{label(moment.operation, names)}{' (recompute)' if moment.again else ''}: {format_seconds(moment.seconds)}, "
         f"{format_bytes(beside_bytes + moment.during)} while it runs, {format_bytes(beside_bytes + moment.after)} after"
@@ -82,7 +82,7 @@ def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str
 
 
 def saving(sweep: Sweep, overhead: float = USUAL) -> str:
-    """Say how much memory at most `overhead` more time saves; if none, what the plan costs that saves least."""
+    """Say how much memory a plan saves in at most `overhead` more time; if none, describe the fastest that saves."""
     least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
     saving_ones = [each for each in sweep.points if sweep.saved(each) >= _LEAST_SHOWN]
     if not saving_ones:
@@ -107,7 +107,7 @@ def format_share(share: float) -> str:
 # The chosen batch, and throughput (samples a second) over all batches.
 
 
-_CLOSE = 0.01  # Least gain in samples a second by another batch that is mentioned. A guess; more hides small gains.
+_CLOSE = 0.01  # Least possible gain by another batch, as a share, that is mentioned. A guess; more hides small gains.
 Aim = Literal["max", "best"]  # "max": the largest batch that fits. "best": the batch with the highest throughput.
 
 
@@ -116,7 +116,7 @@ class BatchPoint:
     """Samples per second of a batch within the limit, predicted: by the fastest plan, and with everything stored.
 
     Both include the optimizer step. `stored_per_second` is None if storing everything does not fit; `measured` says
-    whether the batch's stages were, or their costs interpolated.
+    whether stages were measured with this batch; else, their costs are interpolated.
     """
 
     batch: int
@@ -130,8 +130,8 @@ class BatchChoice:
     """The batch chosen for `mem_limit` bytes, its cost, and the alternatives.
 
     `step_seconds` are those of forward, loss and backward of one batch, `optimizer_seconds` those of `optimizer.step()`
-    and `zero_grad()`; `overhead` is the ratio of `step_seconds` to those of storing everything. Times are predicted
-    from those of the stages.
+    and `zero_grad()`; `overhead` is the ratio of `step_seconds` to those of storing everything. Times of steps are
+    predicted from times of stages.
     """
 
     aim: Aim
@@ -151,14 +151,14 @@ class BatchChoice:
     beyond: int | None = None
     """Next candidate after `largest`, which does not fit; None if `largest` is the last candidate."""
     beyond_bytes: int = 0
-    """Lower bound of the bytes that `beyond` needs; their measured number if `beyond_measured`."""
+    """Bytes that `beyond` needs: measured if `beyond_measured`, else a lower bound predicted from smaller batches."""
     beyond_measured: bool = False
     effective_batch: int | None = None
     """Number of samples in an optimizer step, if it was given."""
     measured_peak_bytes: int | None = None
     """Peak of a real step with the chosen batch; None if no step was taken."""
     measured_per_second: tuple[tuple[int, float], ...] = ()
-    """Pairs of batch and samples per second in real steps, optimizer step included, of batches that took turns."""
+    """Pairs of batch and samples per second in real steps, optimizer step included; the batches took turns."""
 
     predicted: bool = False
     """Whether the device is simulated, so that every number is predicted."""
@@ -172,7 +172,7 @@ class BatchChoice:
         return " ".join(self.sentences())
 
     def sentences(self) -> tuple[str, ...]:
-        """Return sentences about the chosen batch, the alternatives and the real steps."""
+        """Return sentences about the chosen batch, other batches and the steps that were taken to choose."""
         found = [self._answer(), self._others()]
         if self.effective_batch is not None:
             batches = "one batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} batches"

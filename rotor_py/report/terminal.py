@@ -35,7 +35,7 @@ class Prose:
         return Measurement(max(map(len, re.split(_SPACE, self.text.plain))), len(self.text))
 
 
-# Style of a stage's action, by its key of `WORDS`; "" for a stage of which nothing is stored.
+# Rich style of a stage's action, by its key of `WORDS`; "" is the key of a stage of which nothing is stored.
 _STYLES = {
     "kept": "",
     "part": "cyan",
@@ -119,7 +119,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
 
 
 def folded(operations: Iterable[Operation]) -> Iterator[str]:
-    """Yield operations as text: `Fe_3…5` for `Fe_3, Fe_4, Fe_5`, but `Fe_3^1` by itself, to show its option."""
+    """Yield operations as text: `Fe_3…5` for `Fe_3, Fe_4, Fe_5`; those with other options, as `Fe_3^1`, one by one."""
 
     def run_of(numbered: tuple[int, Operation]) -> object:
         number, operation = numbered

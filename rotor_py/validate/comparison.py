@@ -49,8 +49,8 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 
 
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
-    """Return algorithms by name: "optimal, whole" stores or recomputes whole stages; each of the rest may also use one
-    family of options, "in part" or one of `_KEEPERS`. A single family has none, since the optimal plan is the same.
+    """Return algorithms that use fewer options: "optimal, whole" only stores or recomputes whole stages; each other may
+    also use one family of options, "in part" or one of `_KEEPERS`. A single family has none: it is the optimal plan.
     """
     known = {name for names in measurement.way_names for name in names}
     families = {"in part": {name for name in known if not name.endswith(_KEEPERS)}}
@@ -71,7 +71,7 @@ def one_way_each(measurement: Measurement, slots: int, link: Link | None = None)
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """Finds the fastest sequence in which each stage uses only the options whose indices `options` has for it."""
+    """Finds the fastest sequence in which stage i uses only the options with the indices `options[i]`."""
 
     name: str
     options: tuple[tuple[int, ...], ...]
@@ -104,8 +104,8 @@ OPTIMAL, EVERY = "optimal", "every n layers"
 class ComparedStrategy:
     """A strategy, and the predicted bytes and seconds of a step by it.
 
-    If no sequence of the strategy fits, they are those of its sequence with the least peak. `overhead` is the ratio of
-    its seconds to storing everything's.
+    If no sequence of the strategy fits, the numbers are those of its sequence with the least peak. `overhead` is the
+    ratio of `step_seconds` to the seconds of storing everything.
     """
 
     strategy: str
@@ -121,14 +121,14 @@ class ComparedStrategy:
 def compare(
     model: nn.Module, sample: Any = None, *, slots: int = 500, progress: Progress | None = None, **options: Any
 ) -> tuple[ComparedStrategy, ...]:
-    """Compare the plan with other strategies at its limit: return the plan, then those that fit, by time, then others.
+    """Compare the plan with other strategies at its limit. Returns the plan, those that fit (fastest first), the rest.
 
     Args:
         model: a `Checkpointable` with a limit; or any model that it takes, which is measured on `sample` and not
             changed.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
         slots: least number of units in which the solver counts memory.
-        progress: called with (number of strategies done, of all, name of the next).
+        progress: called with (number of strategies done, number of all, name of the next).
         options: those of `Checkpointable`: mainly `mem_limit`, also `loss`, `optimizer` and the others.
 
     Raises:
@@ -153,7 +153,7 @@ def compare_at_limit(
         _compared(facts, limit, name, at_limit(facts.budget, algorithm, limit))
         for name, algorithm in _told(known, progress)
     ]
-    # Those that fit, by time, then the others, by peak.
+    # First strategies that fit, by time, then the others, by peak.
     others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
     return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
 
@@ -182,7 +182,7 @@ def leanest_of_each(
 
 
 def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
-    """Yield the items of `found`, and report each to `progress` before."""
+    """Yield the items of `found`; call `progress` before each."""
     for done, (name, algorithm) in enumerate(found.items()):
         if progress is not None:
             progress(done, len(found), name)
@@ -191,7 +191,7 @@ def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tu
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
     """Return the sequence of `algorithm` for a step within `mem_limit` bytes; if none fits, that of least memory."""
-    # Only a plan that recomputes needs room for a snapshot of the random state (`chain_limit`): first try without.
+    # Only plans that recompute need snapshots of random state, whose bytes `chain_limit` subtracts: first try without.
     for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
         try:
             sequence = algorithm.solve(budget.chain, max(0, room))
@@ -204,19 +204,19 @@ def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
 
 def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
     try:
-        return algorithm.solve(budget.chain, 0)  # the error has the algorithm's least limit
+        return algorithm.solve(budget.chain, 0)  # raises an error that has the algorithm's least limit
     except InfeasibleError as error:
         return algorithm.solve(budget.chain, error.min_bytes)
 
 
 def named(strategy: str, sequence: Sequence) -> str:
-    """Return the name to show: for "every n layers", with the number n of `sequence`."""
+    """Return the name of a strategy to print; in "every n layers", the n of `sequence`."""
     if strategy != EVERY:
         return strategy
     before_loss = sequence[: list(sequence).index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
-    # The last segment runs with a graph. Each of the `kept` others has a checkpoint and `distance` stages.
+    # Before the loss, the last segment runs with a graph; each of `kept` others has a checkpoint and `distance` stages.
     distance = stored[0] // kept if kept else len(stored)
     return "every layer" if distance == 1 else f"every {distance} layers"
 
@@ -282,7 +282,7 @@ def least_limit(
 class StepCost:
     """Peak and seconds of a step by a strategy: predicted from measured stages, and measured in real steps.
 
-    Only the predicted peak includes the optimizer step; the measured one includes the optimizer's state.
+    The predicted peak includes the optimizer step; the measured one does not, but includes the optimizer's state.
     """
 
     predicted_peak_bytes: int
@@ -317,13 +317,13 @@ def best_level(
 ) -> LevelChoice:
     """Find the lowest level with which a step of `model` on `batch` has a measured peak of at most `mem_limit`.
 
-    Trains steps without `optimizer.step()`, which call hooks of parameters; restores gradients, buffers, random state.
+    Trains steps without `optimizer.step()`; hooks of parameters run in them. Restores gradients, buffers, random state.
 
     Args:
         model: any model that `Checkpointable` takes.
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: limit of a whole step's peak: bytes, or a text such as "4GB", "512MiB", "80%".
-        loss: a function of the model's output; None: the sum of the output's scalars, or without any, of its elements.
+        loss: a function of the model's output; None: the sum of the output's scalars or, if there are none, elements.
         optimizer: the optimizer, whose state counts toward the limit.
         fresh_grads: whether gradients are freed between steps.
         options: other options of `Checkpointable`.

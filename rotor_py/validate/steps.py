@@ -43,10 +43,10 @@ def measured_operations(
     device: torch.device,
     between: Callable[[], object] = lambda: None,
 ) -> tuple[TimedOperation, ...]:
-    """Call `step`, which follows `sequence` in a chain of stages called `names`, twice: to time it and to meter memory.
+    """Call `step` twice, to measure time and then memory of the operations of `sequence`, which it follows.
 
-    `present` are the tensors on the device before the step; `between` is called between the two. An operation counts
-    until the next one begins, with autograd's work in between. Backwards that autograd skips are left out.
+    `names` are those of the chain's stages, `present` the tensors on the device before a step. `between` is called
+    after the first. Autograd's work after an operation counts as its part. Backwards that autograd skips are left out.
     """
     times: list[float] = []
 
@@ -57,7 +57,7 @@ def measured_operations(
         times.append(time.perf_counter())
 
     clock()  # the step begins
-    # Time and memory are measured in separate steps, since metering memory slows a step.
+    # Measure memory in another step, since measuring it makes a step slower.
     events = _events(step, clock)
     clock()
     between()
@@ -80,7 +80,7 @@ def measured_operations(
 
 
 def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[str, str, bool]]:
-    """Run `step`; when a stage begins or ends, list (forward or backward, its name, if it begins) and call `also`."""
+    """Run `step`. When a stage begins or ends, list (forward or backward, name, whether it begins) and call `also`."""
     found: list[tuple[str, str, bool]] = []
 
     def note(doing: str, name: str, begins: bool) -> None:
@@ -106,7 +106,7 @@ def _begins(
     ran: set[str] = set()
     for at, (doing, name, begins) in enumerate(events):
         if doing == BACKWARD:
-            # A stage with several output tensors begins at the gradient of each: only the first begins the operation.
+            # The backward of a stage with several output tensors begins once for each of them: count the first only.
             if begins and name in names[:backward]:
                 backward = names.index(name)
                 yield at, Backward(backward), False
@@ -120,15 +120,15 @@ def _begins(
 
 @contextmanager
 def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Within the context, train from a state without gradients; afterwards restore modes, gradients, optimizer state.
+    """Drop gradients and set training mode; after the context, restore modes, gradients and the optimizer's state.
 
-    Steps are not watched, so one over the limit changes no plan. `TrainingStep` restores parameters and buffers itself.
+    Inside, a step over the limit does not change the plan. `TrainingStep` itself restores parameters and buffers.
     """
     gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
     watch, network.watch = network.watch, False
     restored = nullcontext() if optimizer is None else optimizer_restored(optimizer)
     with in_training(network), torch.enable_grad(), restored:
-        # Without this, the first step would add to the gradients from before.
+        # else, the first step would add to these gradients
         for parameter, _ in gradients:
             parameter.grad = None
         try:
@@ -149,14 +149,14 @@ def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, copy in saved:
                 before = copy.to(tensor.device)
-                # Write only what has changed: `copy_` refuses an expanded buffer.
+                # Skip unchanged tensors: `copy_` raises an error for an expanded buffer.
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
 
 
 @contextmanager
 def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Afterwards, the optimizer's state has the same tensors with the same values, and no others."""
+    """After the context, the optimizer's state has the tensors from before, with their values, and no others."""
     # Not `load_state_dict`, which casts state to the dtype of its parameter: float32 state would lose digits.
     entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]
     try:
@@ -189,9 +189,9 @@ class TrainingStep:
     fresh_grads: bool  # whether gradients are freed between steps, instead of set to zero
     steps_optimizer: bool = True  # whether `optimizer.step()` is called; its present state counts as memory either way
     forwards: int = 1
-    # Whether networks may step in the backward: then parameters are the results, since gradients do not remain.
+    # Whether parameters may be stepped in the backward: then these are the results, since gradients do not remain.
     in_backward: bool = False
-    last_loss: float = float("nan")  # loss of the step that `taken` has measured last
+    last_loss: float = float("nan")  # loss of the last step that `taken` has measured
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
@@ -199,7 +199,7 @@ class TrainingStep:
         with self._same_state():
             with self._restored():
                 self._clear()
-                self._train(network)  # makes gradients and optimizer state, which the measured step then finds
+                self._train(network)  # makes gradients and optimizer state, which exist in most steps
             with self._restored():
                 self._clear()
                 yield measured_peak(lambda: self._train(network), self._present(), self.device)
@@ -256,7 +256,7 @@ class TrainingStep:
                 held[-1] = sample, losses[-1]
         losses = losses or [self.loss(output) for _, output in held]
         loss: torch.Tensor = sum(losses)  # type: ignore[assignment] # not an int
-        losses.clear()  # a training loop holds their sum only
+        losses.clear()  # a training loop holds only the sum of the losses
         loss.backward()
         return held, loss
 
@@ -268,13 +268,13 @@ class TrainingStep:
         return [*self.model.parameters(), *self._gradients(), *self.model.buffers(), *state, *tensors_in(self.sample)]
 
     def _same_state(self) -> AbstractContextManager[None]:
-        """With `in_backward`, restore the optimizer's state, on which the compared parameters depend."""
+        """With `in_backward`, restore the optimizer's state after the context: the compared parameters depend on it."""
         return optimizer_restored(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restore the random state, and parameters, buffers and attributes of the model."""
-        # Without an optimizer step, parameters do not change: spare the time to copy them to the CPU.
+        """After the context, restore the random state, and parameters, buffers and attributes of the model."""
+        # Without an optimizer step, parameters do not change, so they are not copied.
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
         state = RandomState.now((self.device,))
         try:

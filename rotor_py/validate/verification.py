@@ -21,7 +21,7 @@ from rotor_solver.watching import Progress
 
 
 def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:
-    """Return `model` if it is a `Checkpointable`; else one with `options`, measured on `sample`, `closely` if asked."""
+    """Return `model` if it is a `Checkpointable`; else make one with `options`, and measure it on `sample`."""
     if isinstance(model, Checkpointable):
         if sample is not None or options:
             message = "pass a Checkpointable without sample and options: it has its own"
@@ -65,7 +65,7 @@ class Outcome:
 
 def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
     with step.taken(network) as peak:
-        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]  # take no device memory
+        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]  # copies take no device memory
     return Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
 
 
@@ -89,10 +89,10 @@ class Rounded:
     """Errors of a step whose plan rounds stored activations to the format `word`: "bf16", "fp8" or "int8" (`keep=`)."""
 
     word: str
-    # Norm of the difference of all gradients from those of the plain step, relative to the norm of those. Of parameters
-    # after the step, if they are stepped in the backward.
+    # Norm of all gradients' differences from the plain step's, divided by the norm of the plain step's gradients. If
+    # parameters are stepped in the backward, the same of parameters after the step.
     gradient_error: float
-    buffer_difference: float  # largest absolute difference of a buffer from the plain step's; forwards round nothing
+    buffer_difference: float  # largest absolute difference of a buffer from the plain step's; forwards do not round
 
 
 def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
@@ -117,7 +117,7 @@ class Verification:
 
     Seconds are those of forward, loss and backward; peaks include the optimizer step. `max_grad_difference` is the
     largest absolute difference of a gradient or buffer from the plain step, or of a parameter after the step if
-    parameters are stepped in the backward. It and `plain_*` are None if the plain step ran out of memory.
+    parameters are stepped in the backward. This difference and `plain_*` are None if the plain step ran out of memory.
     """
 
     measured_peak_bytes: int
@@ -126,7 +126,7 @@ class Verification:
     plain_peak_bytes: int | None
     plain_step_seconds: float | None
     noise: float = 0.0
-    """Largest absolute difference between two plain steps, whose operators may sum in another order each time."""
+    """Largest absolute difference between two plain steps: operators may sum in another order each time."""
     eager_difference: float | None = None
     """Largest absolute difference between the compiled step that stores everything and a step of the uncompiled model.
 
@@ -144,7 +144,7 @@ class Verification:
         """Say if the peak exceeds `mem_limit` bytes, or gradients or buffers are not the plain step's; else None."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
-        # Four times the difference of plain steps. A guess: a lower factor reports noise, a higher one hides errors.
+        # Allow four times the difference of plain steps. A guess: a lower factor reports noise, a higher hides errors.
         if (low := self.rounded) is not None:
             if not math.isfinite(low.gradient_error):
                 return f"gradients of stages kept in {low.word} are not finite, and those of plain training are"
@@ -174,23 +174,23 @@ def verify(
     gradients, optimizer state, random state, mode and plan from before.
 
     Args:
-        model: a `Checkpointable`, whose plan is verified (its first step makes a missing plan); or any model that it
-            takes, which is planned first.
+        model: a `Checkpointable`, whose plan is verified (its first step makes a missing plan); or any model that
+            `Checkpointable` takes, which is planned first.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a scalar; None: the output's `loss`, else its mean square.
         optimizer: the optimizer, as given to the `Checkpointable`; steps whose peak is measured include it. It may be
             left out if it steps in the backward; parameters are then compared instead of gradients.
         fresh_grads: whether gradients are freed between steps; None: as given to the `Checkpointable`.
-        others: more sequences for the same stages, each of which is followed and compared in the same way.
+        others: other sequences for the same stages; steps by each are compared in the same way.
         operations: take two more planned steps, for the time and memory of each operation.
-        progress: called with (number of steps done, of all steps, name of the next).
+        progress: called with (number of measurements done, number of all, name of the next).
         options: other options of `Checkpointable`, such as `mem_limit`, for a plain model.
 
     Raises:
         ValueError: `model` is a `Checkpointable`, and `options` are given.
         UnsupportedModelError: the output depends on nothing that needs a gradient, or the model cannot be planned.
         InfeasibleError: the network has no plan yet, and none fits.
-        torch.OutOfMemoryError: a planned step runs out of memory. If a plain step does, it is left out.
+        torch.OutOfMemoryError: a planned step runs out of memory. A plain step that does is left out.
     """
     others = list(others)
     if isinstance(model, Checkpointable):
@@ -215,11 +215,11 @@ def verify(
         tell(1, "a plain step")
         plain: Outcome | None = None
         noise = 0.0
-        with suppress(torch.OutOfMemoryError):  # users often plan because the plain step does not fit
+        with suppress(torch.OutOfMemoryError):  # many models are planned because the plain step does not fit
             found = measure_outcome(step, network.model)
             tell(2, "a plain step again")
             # A captured graph may round differently from the model's code. So the second plain step runs the graph, and
-            # its difference from the first counts as noise.
+            # what differs from the first step counts as noise.
             second: Network = network.model
             if network.captured:
                 from rotor_py.capture.captured_forward import run_as_captured  # importing TorchDynamo takes long
