@@ -108,11 +108,11 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 @click.option("--device-memory", metavar="SIZE", help="Simulate a device with this much memory.")
 @_file("--device-file", help="Simulate the device that FILE, as printed by --calibrate, describes.")
 @click.option("--dtype", metavar="DTYPE", help="Convert model and input to bfloat16, float16 or float32.")
-@click.option("--precision", metavar="DTYPE", help="With h100:8: FSDP2 gathers parameters and computes in DTYPE.")
+@click.option("--precision", metavar="DTYPE", help="With --device h100:8: DTYPE in which FSDP2 gathers and computes.")
 @click.option(
     "--shard",
     type=click.Choice(["blocks", "whole"]),
-    help="With h100:8: FSDP2 gathers parameters block by block, or all at once.  [default: blocks]",
+    help="With --device h100:8: FSDP2 gathers parameters block by block, or all at once.  [default: blocks]",
 )
 @click.option("--autocast", metavar="DTYPE", help="On a simulated device: run steps under torch.autocast(DTYPE).")
 @click.option("--optimizer", metavar="NAME", help="Replace the file's optimizer by adamw, adamw-fused, sgd-momentum, …")
@@ -123,7 +123,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     help="Batch size; max: the largest that fits, best: the one with the most samples a second.",
 )
 @_number("--batch-multiple", default=1, metavar="N", help="For --batch max or best: try only multiples of N.")
-@_number("--grad-accumulation", metavar="SAMPLES", help="For --batch max or best: samples per optimizer step.")
+@_number("--grad-accumulation", metavar="SAMPLES", help="Samples in an optimizer step, for --batch max or best.")
 @click.option("--input", metavar="SHAPE", help="Make `sample` a tensor of this shape: 32,3,224,224, or 8,128:int64.")
 @click.option("--config", metavar="JSON", help="Configuration of a model class of transformers, as JSON or a file.")
 @_number("--slots", default=500, help="Number of memory units for the solver: more find better plans, but slower.")
@@ -158,7 +158,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 @_number("--pipeline", metavar="RANKS", help="Cut the model into a pipeline over RANKS processes, and plan each.")
 @_number("--microbatches", metavar="M", help="Number of microbatches in a step. [default: 2 for each rank]")
 @click.option(
-    "--schedule", default="1f1b", show_default=True, help="gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole."
+    "--schedule", default="1f1b", show_default=True, help="Pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, …"
 )
 @_number("--virtual-stages", metavar="V", help="Number of parts of the model on each rank. [interleaved: 2]")
 @click.option(

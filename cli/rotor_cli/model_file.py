@@ -136,7 +136,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
     path = Path(location)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    # Pickling looks classes up by module name. `setdefault`: a file called torch.py must not replace torch.
+    # Pickle looks modules of classes up by name here. `setdefault`: a file called torch.py must not replace torch.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     with user_code(str(path)):
@@ -166,7 +166,7 @@ def with_batch(sample: Any, batch: int) -> Any:
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
     """Return a function that makes a sample of a given batch size: `given` if it is one, else `made` resized."""
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
-        return given  # type: ignore[no-any-return] # of the model file
+        return given  # type: ignore[no-any-return] # user code
 
     def scaled(batch: int) -> Any:
         sample = arguments_of(made, model)  # if it is a DataLoader: its first batch

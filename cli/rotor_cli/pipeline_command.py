@@ -122,7 +122,7 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
     except InfeasibleError as error:
         least, limit = error.min_bytes, error.mem_limit
         # For "interleaved", not "at least": dividing a rank's limit otherwise among its parts might need less.
-        why = ", since its parts divide the limit" if request.schedule == "interleaved" else " at least"
+        why = ", as its parts of the model share its limit" if request.schedule == "interleaved" else " at least"
         message = (
             f"wherever the model is cut for {ranks} ranks, a rank with {exact_bytes(limit)} needs {exact_bytes(least)}"
             f"{why}; try smaller microbatches, more ranks, or a limit of {limit_text(least)}"

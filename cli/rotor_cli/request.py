@@ -174,7 +174,7 @@ def _device(request: Request) -> _Rules:
 
     if request.mem_limit is not None:
         with about_option("--mem-limit"):
-            for limit in request.mem_limit.split(",") if request.pipeline else [request.mem_limit]:  # one per rank
+            for limit in request.mem_limit.split(",") if request.pipeline else [request.mem_limit]:  # one of each rank
                 parse_bytes(limit, device_bytes=_SOME_DEVICE)
     if request.device_memory is not None:
         with about_option("--device-memory"):
@@ -199,9 +199,9 @@ def _device(request: Request) -> _Rules:
         }
         for option, (given, does) in refused.items():
             yield given, _EXCLUDED, option, f"{option} {does}, which is simulated; leave out --device {device}".rstrip()
-    message = "--precision needs several devices that share parameters; write --device h100:8, or --dtype"
+    message = "--precision needs several simulated devices, as in --device h100:8; for one device, write --dtype"
     yield request.precision is not None and not several, _NEEDS, "--precision", message
-    message = "--shard divides parameters among several devices; write --device h100:8"
+    message = "--shard needs several simulated devices to shard parameters over; write --device h100:8"
     yield request.shard is not None and not several, _NEEDS, "--shard", message
     message = "--autocast needs a simulated --device; on a real one, the forward or a script can enter torch.autocast"
     yield request.autocast is not None and not request.simulated, _NEEDS, "--autocast", message
@@ -282,7 +282,7 @@ def _batch(request: Request) -> _Rules:
     aim, effective, multiple = request.batch_aim, request.grad_accumulation, request.batch_multiple
     if aim is None:
         for option, given in (("--batch-multiple", multiple != 1), ("--grad-accumulation", effective is not None)):
-            yield given, _NEEDS, option, f"{option} needs a choice of batches; add --batch max or --batch best"
+            yield given, _NEEDS, option, f"{option} is for choosing a batch; add --batch max or --batch best"
         return
     message = f"--batch {aim} needs a limit to choose a batch for; give --mem-limit instead of --max-overhead"
     yield request.max_overhead is not None, _EXCLUDED, "--max-overhead", message

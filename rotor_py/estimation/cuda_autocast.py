@@ -197,7 +197,7 @@ def _for_cpu() -> Iterator[None]:
     autocast: Any = torch.amp.autocast_mode.autocast
     begin = autocast.__init__
 
-    @wraps(begin)  # TorchDynamo reads the signature
+    @wraps(begin)  # TorchDynamo reads the original signature
     def begin_for_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype

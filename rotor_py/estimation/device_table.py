@@ -136,7 +136,7 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
         link_bandwidth=_above_zero("link", values["link"]),
         pcie_bandwidth=_above_zero("pcie", values["pcie"]),
         efficiencies=_efficiencies(cells.get("efficiencies")),
-        context_bytes=0 if context == 0 and not isinstance(context, bool) else parse_bytes(context),  # 0 on a CPU
+        context_bytes=0 if context == 0 and not isinstance(context, bool) else parse_bytes(context),  # 0 for a CPU
         launch_seconds=float(values.get("launch_seconds", LAUNCH_SECONDS)),
         vendor=str(values.get("vendor", "nvidia")),
         sources=tuple(sorted(said)),

@@ -221,7 +221,7 @@ _GATHERING = 1
 def gathering_apart(step: FollowedStep) -> Iterator[None]:
     """Within the context, FSDP2's all-gathers request memory on a stream, hence in pools, of their own, as on CUDA."""
     group: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    if group is None:  # no sharding
+    if group is None:  # FSDP2 shards no module
         yield
         return
     gather = group.foreach_all_gather
@@ -296,7 +296,7 @@ class Communication:
             network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
 
     def _taken(self, step: SimulatedStep) -> int:
-        """Return the communication bytes with which the plan's predicted peak is that of a step on fake tensors."""
+        """Return the communication bytes for which the plan's predicted peak is the peak of a step on fake tensors."""
         followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
         assert plan is not None
         assert budget is not None

@@ -109,7 +109,7 @@ _FAKE = Storages(1, fake=True)
 
 @dataclass(frozen=True, slots=True)
 class PredictedDevice:
-    """A simulated device of the type `kind`, with `memory_bytes` free, of which libraries use `workspace_bytes`.
+    """A simulated device of type `kind`, such as "cuda". Libraries use `workspace_bytes` of its free `memory_bytes`.
 
     It is one of `count` equal devices that train one model together. `host_bandwidth` is the bytes per second of copies
     to or from the host, with both directions busy. `seconds` and `scratch` predict seconds and scratch bytes of an

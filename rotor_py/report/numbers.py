@@ -48,7 +48,7 @@ def kept_kind(stage: Stage, option: int) -> str:
 # Factor by which predicted seconds may be off if the device's efficiencies were fitted to known times. A guess: steps
 # outside the fit are typically off by 7 to 17 % (docs/devices.md). A lower one claims false precision.
 _ANCHORED = 1.25
-_GUESSED = 1.6  # The same without a fit. A guess: efficiencies of devices with known times differ by about as much.
+_GUESSED = 1.6  # The same factor without a fit. A guess: the efficiencies of fitted devices differ by about as much.
 
 _NAMED = 3  # largest number of layers that a sentence names
 
@@ -160,7 +160,7 @@ class Basis:
 class ReportFacts:
     """The numbers of a plan, and sentences about them; computed on access.
 
-    `mem_limit`, in bytes, is None if none was set.
+    `mem_limit` is the limit in bytes, or None if no limit was set.
     """
 
     title: str
@@ -250,7 +250,7 @@ class ReportFacts:
 
     @property
     def before_chain_seconds(self) -> float:
-        """Seconds of the layers before the chain, which are not planned."""
+        """Seconds that one forward spends in the layers before the chain, which plans do not include."""
         return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
 
     def by_forwards(self) -> dict[str, Sequence]:
@@ -327,7 +327,7 @@ class ReportFacts:
         )
 
     def remarks(self) -> tuple[str, ...]:
-        """Return the sentences that follow the one of `verdict`."""
+        """Return the sentences after `verdict`: on batch, memory, gradients, compilation, rounding and predictions."""
         compiled = None
         if self.compiled is not None:
             number, stages = len(tuple(self.compiled)), len(self.chain)

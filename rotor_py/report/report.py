@@ -39,7 +39,7 @@ def sweep_of(
     `slots` is the least number of units into which the solver divides memory. `frontier` does not offload, so plans
     with offload are solved for some limits one by one; with `overhead` (0.1: 10 %), a search finds its least limit.
     """
-    # The frontier counts memory in slots, so it may miss storing everything and the plan that is followed: add both.
+    # `frontier` rounds bytes to slots, so it may miss storing everything and the plan of this report: add both.
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]
     if facts.budget.link is not None and facts.budget.forwards == 1:
         found += _one_by_one(facts, slots, found, overhead)
@@ -180,7 +180,7 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Report(ReportFacts):
-    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None if none was set.
+    """A measured model, its budget and its plan. `mem_limit` is the limit in bytes, or None if no limit was set.
 
     `str(report)` is the text for a terminal; a notebook shows the page that `to_html` writes. The properties of
     `ReportFacts` are the numbers, in bytes and seconds.

@@ -147,14 +147,14 @@ class BatchChoice:
     """Largest batch that fits without recomputation; None if none does."""
     points: tuple[BatchPoint, ...]
     gap: float | None = None
-    """Share by which another batch might have more samples a second, by interpolated costs. None for the aim "max"."""
+    """Share by which an unmeasured batch might have more samples a second, by interpolated costs. None for "max"."""
     beyond: int | None = None
     """Next candidate after `largest`, which does not fit; None if `largest` is the last candidate."""
     beyond_bytes: int = 0
     """Bytes that `beyond` needs: measured if `beyond_measured`, else a lower bound predicted from smaller batches."""
     beyond_measured: bool = False
     effective_batch: int | None = None
-    """Number of samples in an optimizer step, if it was given."""
+    """Number of samples in an optimizer step; None if it was not given."""
     measured_peak_bytes: int | None = None
     """Peak of a real step with the chosen batch; None if no step was taken."""
     measured_per_second: tuple[tuple[int, float], ...] = ()

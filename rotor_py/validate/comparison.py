@@ -115,7 +115,7 @@ class ComparedStrategy:
     overhead: float
     sequence: Sequence
     verified: Verification | None = None
-    """Results of real steps; None if none were trained."""
+    """Results of training steps by this strategy; None if none were taken."""
 
 
 def compare(
@@ -127,9 +127,9 @@ def compare(
         model: a `Checkpointable` with a limit; or any model that it takes, which is measured on `sample` and not
             changed.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
-        slots: least number of units in which the solver counts memory.
+        slots: least number of units into which the solver divides memory; more find better plans, but slower.
         progress: called with (number of strategies done, number of all, name of the next).
-        options: those of `Checkpointable`: mainly `mem_limit`, also `loss`, `optimizer` and the others.
+        options: arguments of `Checkpointable`: mainly `mem_limit`, also `loss`, `optimizer` and so on.
 
     Raises:
         ValueError: no limit or sample is given; a `Checkpointable` is not measured, or is given a sample or options.
@@ -173,7 +173,7 @@ def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, 
 def leanest_of_each(
     facts: ReportFacts, model: nn.Module, slots: int, progress: Progress | None = None
 ) -> dict[str, Sequence]:
-    """Return by strategy name the sequence with which the strategy needs the least memory."""
+    """Return a dict: the name of each strategy, and its sequence that needs the least memory."""
     found = {}
     for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = leanest(facts.budget, algorithm)
@@ -252,8 +252,8 @@ def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: 
     Args:
         model: a measured `Checkpointable`, or any model that it takes, which is measured on `sample` and not changed.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
-        slots: least number of units in which the solver counts memory.
-        options: those of `Checkpointable`: `loss`, `optimizer`, `fresh_grads`, and the others.
+        slots: least number of units into which the solver divides memory; more find better plans, but slower.
+        options: arguments of `Checkpointable`, such as `loss`, `optimizer` and `fresh_grads`.
 
     Raises:
         ValueError: no sample is given; a `Checkpointable` is not measured, or is given a sample or options.

@@ -25,7 +25,7 @@ from rotor_solver import Backward, Loss, Operation, Sequence
 
 @dataclass(frozen=True, slots=True)
 class TimedOperation:
-    """An operation of a step, its seconds, and the bytes in use on the device."""
+    """A measured operation of a step, its seconds, and the bytes then allocated on the device."""
 
     operation: Operation
     again: bool  # whether it recomputes its stage
@@ -187,7 +187,7 @@ class TrainingStep:
     optimizer: torch.optim.Optimizer | None
     device: torch.device
     fresh_grads: bool  # whether gradients are freed between steps, instead of set to zero
-    steps_optimizer: bool = True  # whether `optimizer.step()` is called; its present state counts as memory either way
+    steps_optimizer: bool = True  # whether `optimizer.step()` is called; optimizer state counts as memory either way
     forwards: int = 1
     # Whether parameters may be stepped in the backward: then these are the results, since gradients do not remain.
     in_backward: bool = False
@@ -195,7 +195,7 @@ class TrainingStep:
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
-        """Take a step by `network` and yield its peak in bytes. Gradients and buffers change back after the context."""
+        """Take a step by `network`, yield its peak in bytes, then restore parameters, buffers and random state."""
         with self._same_state():
             with self._restored():
                 self._clear()

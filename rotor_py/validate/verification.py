@@ -70,7 +70,7 @@ def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
 
 
 def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Return the largest absolute difference of two elements; infinite if one is missing, or NaN on one side only."""
+    """Return the largest absolute difference of two elements; infinite if a tensor is missing, or only one is NaN."""
     if len(found) != len(expected):
         return float("inf")
     worst = 0.0
@@ -141,13 +141,13 @@ class Verification:
     """Errors of gradients and buffers if the plan rounds stored activations (`keep=`), else None."""
 
     def problem(self, mem_limit: int) -> str | None:
-        """Say if the peak exceeds `mem_limit` bytes, or gradients or buffers are not the plain step's; else None."""
+        """Describe a peak over `mem_limit` bytes, or gradients or buffers unlike the plain step's; None if neither."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
         # Allow four times the difference of plain steps. A guess: a lower factor reports noise, a higher hides errors.
         if (low := self.rounded) is not None:
             if not math.isfinite(low.gradient_error):
-                return f"gradients of stages kept in {low.word} are not finite, and those of plain training are"
+                return f"gradients of stages kept in {low.word} are not finite, or plain ones are zero or not finite"
             if not low.buffer_difference <= 4 * self.noise:
                 return f"buffers differ from plain training by up to {low.buffer_difference:g}; the forward is exact"
         elif self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
