@@ -52,7 +52,7 @@ class Facts(Report):
 
     def remarks(self) -> tuple[str, ...]:
         taken = () if self.taken is None else self.taken.sentences()
-        return (*taken, *Report.remarks(self))  # `super()` raises TypeError: slots replace the class
+        return (*taken, *Report.remarks(self))  # `super()` would raise TypeError: slots make another class
 
     def problem(self) -> str | None:
         """Report the first step of --verify that exceeds the limit or differs from plain training; None if all pass."""

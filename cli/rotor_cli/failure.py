@@ -53,7 +53,7 @@ def about_option(name: str) -> Iterator[None]:
 @contextmanager
 def user_code(file: str) -> Iterator[None]:
     """Within the context, turn errors into failures; one that user code raised shows its traceback from `file` on."""
-    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # here, as it imports torch
+    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # here, since they import torch
     from rotor_py import InfeasibleError, UnsupportedModelError
 
     try:
@@ -71,7 +71,7 @@ def user_code(file: str) -> Iterator[None]:
 def raised_by(
     code: str, error: BaseException, file: str, kind: str = "model_raised", *, chain: bool = False
 ) -> Failure:
-    """Return the failure for an error in user code; its traceback begins in `file`, without our own lines."""
+    """Return the failure for an error in user code; its traceback begins in `file`, without this project."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
     while each is not None:

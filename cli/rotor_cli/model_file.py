@@ -164,7 +164,7 @@ def with_batch(sample: Any, batch: int) -> Any:
 
 
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
-    """Return a function that makes a sample of a given batch size: `given` if it is one, else `made` resized."""
+    """Return a function that makes a sample of a given batch size: `given`, or one that resizes `made`."""
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
         return given  # type: ignore[no-any-return] # user code
 

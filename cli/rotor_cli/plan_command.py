@@ -68,7 +68,7 @@ def plan(request: Request) -> Facts:
                     refuse_optimizer(found.optimizer)
             with target.measuring():
                 refuse_offload(request)
-                # Enter `measuring` again inside `user_code`: it turns errors of operators that read values into ours.
+                # `measuring`, inside `user_code`, too: it replaces errors of operators that read values by our own.
                 with user_code(found.file), target.measuring():
                     if request.batch_aim is None:
                         network = _measured_network(found, limit, request, shown, target)
@@ -167,7 +167,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
 
 def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
     if request.overhead is not None and facts.sweep is not None:
-        point = facts.sweep.least_for(request.overhead)  # already solved by the sweep
+        point = facts.sweep.least_for(request.overhead)  # the sweep has made this plan
         network.mem_limit, network.sequence = point.mem_limit, point.sequence
         return replace(facts, mem_limit=point.mem_limit, sequence=point.sequence)
     assert limit is not None
@@ -187,7 +187,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
 
 
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: Target) -> Facts:
-    """Predict the bytes that the allocator reserves; if they exceed the device and no limit is given, lower it."""
+    """Predict the bytes that the allocator reserves; if they exceed the device, lower the limit unless it was given."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
     assert target.simulated is not None
     reserved = target.simulated.reserve(_step(network, found, request, target), keep_limit=keep_limit)

@@ -75,7 +75,7 @@ class Request:
 
     @property
     def as_script(self) -> bool:
-        """Whether MODEL is a script: by `--` or --run, or as it lacks `model` or `sample` and no option needs them."""
+        """Whether MODEL is a script: by `--` or --run, or it lacks `model` or `sample` and no option needs these."""
         return self.explicit_script or (
             self.model.endswith(".py") and not self.of_model_files and not defines(self.model, ("model", "sample"))
         )
@@ -174,7 +174,7 @@ def _device(request: Request) -> _Rules:
 
     if request.mem_limit is not None:
         with about_option("--mem-limit"):
-            for limit in request.mem_limit.split(",") if request.pipeline else [request.mem_limit]:  # one of each rank
+            for limit in request.mem_limit.split(",") if request.pipeline else [request.mem_limit]:  # one for each rank
                 parse_bytes(limit, device_bytes=_SOME_DEVICE)
     if request.device_memory is not None:
         with about_option("--device-memory"):
@@ -184,7 +184,7 @@ def _device(request: Request) -> _Rules:
         from rotor_py.estimation.device_table import find_devices, split_count
 
         device = request.device or ""
-        message = f"leave out --device {device}, a device of this machine: --device-memory and --device-file simulate"
+        message = f"leave out --device {device}, which is not simulated, or --device-memory and --device-file"
         yield HERE.fullmatch(device), _EXCLUDED, "--device", message
         with about_option("--device"):
             if device and request.device_file is None:
@@ -298,7 +298,7 @@ def _batch(request: Request) -> _Rules:
 
 def _step(request: Request) -> _Rules:
     several, moves = request.forwards_in_flight > 1, request.offload is not None
-    message = "--step-in-backward steps parameters in the first backward; leave out --forwards-in-flight"
+    message = "--step-in-backward steps parameters before the other backwards need them; leave out --forwards-in-flight"
     yield request.step_in_backward and several, _EXCLUDED, "--step-in-backward", message
     message = "--backward-order needs several forwards in flight; add --forwards-in-flight 2"
     yield request.backward_order != "any" and not several, _NEEDS, "--backward-order", message

@@ -79,7 +79,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
         command = ["rotor-plan", taken.script, "--mem-limit", limit, "--run"]
         command += ["--offload", facts.budget.link_name] if facts.budget.link is not None else []
         command += ["--" + each.replace('"', "") for each in facts.arguments if each.startswith("keep=")]
-        lines += f"\n# or as it is: {shlex.join([*command, *(('--', *taken.arguments) if taken.arguments else ())])}"
+        lines += f"\n# or run: {shlex.join([*command, *(('--', *taken.arguments) if taken.arguments else ())])}"
     return lines
 
 

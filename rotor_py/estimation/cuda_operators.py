@@ -85,7 +85,7 @@ class Attention:
         return "math"
 
     def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
-        # As `check_prefer_cudnn_attention`: 9.0 and 10.0 prefer cuDNN from version 9.15 on, which torch has since 2.11.
+        # As `check_prefer_cudnn_attention`: capabilities 9.0 and 10.0 prefer cuDNN 9.15 or later, in torch since 2.11.
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         preferred = capability in ((9, 0), (10, 0)) and version >= (2, 11)
         longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1

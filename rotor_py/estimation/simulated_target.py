@@ -232,7 +232,7 @@ class SimulatedDevices:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context for the other methods: with several devices, this process is rank 0 of one process for each."""
+        """Context in which to call the other methods; with several devices, this process is rank 0 of as many."""
         if self.devices.count == 1:
             yield
             return

@@ -195,11 +195,11 @@ class TrainingStep:
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
-        """Take a step by `network`, yield its peak in bytes, then restore parameters, buffers and random state."""
+        """Take two steps by `network`; yield the peak bytes of the second. Then restore parameters and buffers."""
         with self._same_state():
             with self._restored():
                 self._clear()
-                self._train(network)  # makes gradients and optimizer state, which exist in most steps
+                self._train(network)  # makes gradients and optimizer state, as there are before later steps
             with self._restored():
                 self._clear()
                 yield measured_peak(lambda: self._train(network), self._present(), self.device)
@@ -240,7 +240,7 @@ class TrainingStep:
         if self.steps_optimizer and self.optimizer is not None:
             self.optimizer.step()
         self.last_loss = held[1].item()
-        del held  # not before: a training loop holds output and loss until here, so they count
+        del held  # only here: a training loop holds output and loss until now, so they count
 
     def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
         held: list[tuple[Any, Any]] = []
