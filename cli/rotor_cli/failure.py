@@ -71,7 +71,7 @@ def user_code(file: str) -> Iterator[None]:
 def raised_by(
     code: str, error: BaseException, file: str, kind: str = "model_raised", *, chain: bool = False
 ) -> Failure:
-    """Return the failure for an error in user code; its traceback begins in `file`, without this project."""
+    """Return the failure for an error in user code; its traceback begins in `file` and skips our own lines."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
     while each is not None:

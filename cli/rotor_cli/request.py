@@ -298,7 +298,7 @@ def _batch(request: Request) -> _Rules:
 
 def _step(request: Request) -> _Rules:
     several, moves = request.forwards_in_flight > 1, request.offload is not None
-    message = "--step-in-backward steps parameters before the other backwards need them; leave out --forwards-in-flight"
+    message = "--step-in-backward steps parameters that other forwards' backwards need; leave out --forwards-in-flight"
     yield request.step_in_backward and several, _EXCLUDED, "--step-in-backward", message
     message = "--backward-order needs several forwards in flight; add --forwards-in-flight 2"
     yield request.backward_order != "any" and not several, _NEEDS, "--backward-order", message

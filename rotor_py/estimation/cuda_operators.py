@@ -3,7 +3,7 @@
 On a machine without a GPU, fake tensors on "cuda" cannot run a backward. So fake tensors are on the CPU, and calls for
 which PyTorch chooses another operator on CUDA are replaced, but not batch norm, which saves as many bytes on either.
 
-Attention: besides inputs and output, the math kernel saves an element per pair of tokens, a fused kernel one per token.
+Attention without a fused kernel saves an element for each pair of tokens; with a fused kernel, one for each token.
 The kernel is chosen as in `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.
 
 RMS norm: since torch 2.8, CUDA has a fused kernel, which saves the input and one element per row; the CPU runs a dozen

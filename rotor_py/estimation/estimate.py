@@ -49,7 +49,7 @@ def estimate(
 
     Args:
         model: any model, which stays unchanged and may be on the meta device; or a function that makes one, which is
-            called so that parameters take no memory.
+            called in a context in which parameters take no memory.
         sample: input of the model: a tensor, a tuple of positional or a dict of keyword arguments. Only shapes and
             dtypes are used. An attention mask is assumed to mask nothing.
         device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight

@@ -232,7 +232,7 @@ class SimulatedDevices:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context in which to call the other methods; with several devices, this process is rank 0 of as many."""
+        """Context for calls of the other methods; with several devices, this process is rank 0 of as many processes."""
         if self.devices.count == 1:
             yield
             return
