@@ -12,7 +12,7 @@ from rotor_py.validate.verification import Verification
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Facts of a script's first training step. `trained` counts elements, `others` are classes of its other models."""
+    """Facts of a script's first step: `trained` is a number of parameters, `others` are classes of its other models."""
 
     script: str
     arguments: tuple[str, ...]

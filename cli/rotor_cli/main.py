@@ -134,7 +134,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     type=click.Choice(["bf16", "fp8", "int8"]),
     help="Let stages save activations in fewer bits; gradients then differ from plain training's.",
 )
-@_number("--forwards-in-flight", default=1, help="Number of forwards before the first backward, such as 2.")
+@_number("--forwards-in-flight", default=1, help="Number of forwards that run before the first backward.")
 @click.option(
     "--backward-order",
     type=click.Choice(["any", "reverse"]),

@@ -208,7 +208,7 @@ def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
     except ValueError:
         dimensions = [0]
     if min(dimensions) < 1 or not isinstance(dtype, torch.dtype):
-        raise usage("no_shape", "--input", f"--input {shape!r} is no shape such as 32,3,224,224 or 8,128:int64")
+        raise usage("no_shape", "--input", f"--input must be a shape, as 32,3,224,224 or 8,128:int64, got {shape!r}")
     make = torch.randn if dtype.is_floating_point or dtype.is_complex else torch.zeros
     return partial(make, dimensions, dtype=dtype)
 

@@ -32,7 +32,7 @@ _DYNAMIC = {"exec", "globals", "setattr", "vars"}  # functions that may define n
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Split MODEL into file or module, and name ("model" by default). Raises Failure for other texts, missing files."""
+    """Split MODEL into file or module, and name ("model" by default). Raises Failure for others or a missing file."""
     location, colon, name = (target, ":", "model") if target.endswith(".py") else target.rpartition(":")
     if not colon:
         kind, found = (
@@ -92,7 +92,7 @@ def defines(path: str, names: Iterable[str]) -> bool:
 
 
 def defined_names(path: str) -> tuple[str, ...] | None:
-    """Return the names that importing the file `path` may define; None if its text, such as `exec`, hides them."""
+    """Return the names that importing the file `path` may define; None if its code, such as `exec`, hides them."""
     try:
         tree = ast.parse(Path(path).read_bytes())
         dynamic = _is_dynamic(tree)

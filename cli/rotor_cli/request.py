@@ -17,12 +17,12 @@ HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")  # names of devices of this machine
 
 
 def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
-    """Parse `--batch`. Raises Failure for anything but a number above 0, `max` and `best`."""
+    """Parse --batch: a number above 0, "max" or "best". Raises Failure for other texts."""
     match text:
         case None | "max" | "best":
             return text
     if not text.isdecimal() or not int(text):
-        raise usage("bad_value", "--batch", f"--batch {text!r} is no number above 0, and neither 'max' nor 'best'")
+        raise usage("bad_value", "--batch", f"--batch must be a number above 0, 'max' or 'best', got {text!r}")
     return int(text)
 
 
@@ -98,7 +98,7 @@ class Request:
         except ValueError:
             share = math.nan
         if not sign or rest or not 0 <= share < math.inf:
-            raise usage("bad_value", "--max-overhead", f"--max-overhead {self.max_overhead!r} is no share such as 10%")
+            raise usage("bad_value", "--max-overhead", f"--max-overhead must be, say, 10%, got {self.max_overhead!r}")
         return share
 
     @property
@@ -236,7 +236,7 @@ def _files(request: Request) -> _Rules:
         from rotor_solver.frontier import require_matplotlib
 
         yield not request.sweep, _NEEDS, "--plot", "--plot draws the curve of --sweep; add --sweep"
-        message = f"--plot {request.plot_file!r} is no image that can be drawn; write a file ending in .svg or .png"
+        message = f"--plot must be a file ending in .svg or .png, got {request.plot_file!r}"
         yield Path(request.plot_file).suffix.lower() not in _IMAGES, "not_an_image", "--plot", message
         try:
             require_matplotlib()

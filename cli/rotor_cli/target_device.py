@@ -70,7 +70,7 @@ def dtype_called(name: str, option: str) -> torch.dtype:
     """Return the floating-point dtype `name`, such as `bf16`. Raises Failure, with `option`, for other names."""
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise usage("bad_value", option, f"{option} {name!r}: write bfloat16, float16 or float32")
+        raise usage("bad_value", option, f"{option} must be bfloat16, float16 or float32, got {name!r}")
     return found
 
 
@@ -96,7 +96,7 @@ def target_of(request: Request) -> Target:
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
     autocast = None if request.autocast is None else dtype_called(request.autocast, "--autocast")
     if autocast not in (None, torch.bfloat16, torch.float16):
-        raise usage("bad_value", "--autocast", f"--autocast {request.autocast}: write bfloat16 or float16")
+        raise usage("bad_value", "--autocast", f"--autocast must be bfloat16 or float16, got {request.autocast}")
     if request.device_memory is not None:
         size = parse_bytes(request.device_memory)
         each = devices.each

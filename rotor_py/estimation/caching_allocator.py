@@ -141,7 +141,7 @@ class DeviceFullError(DescribedError, ValueError):
     def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
         super().__init__(
             f"try expandable segments, or a smaller batch: {format_bytes(size)} more do not fit {format_bytes(limit)}, "
-            f"of which {format_bytes(reserved)} are reserved, and of these {format_bytes(allocated)} allocated",
+            f"of which {format_bytes(reserved)} are reserved, {format_bytes(allocated)} of them allocated to tensors",
             kind="device_full", size=size, allocated=allocated, reserved=reserved, limit=limit,
         )  # fmt: skip
 

@@ -170,7 +170,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class CudaOperators(TorchFunctionMode):
-    """Function mode that replaces attention, dropout and RMS norm by those of a device of `compute_capability`."""
+    """Function mode that replaces attention, dropout and RMS norm by CUDA's for a `compute_capability`."""
 
     def __init__(self, compute_capability: tuple[int, int]) -> None:
         super().__init__()

@@ -176,7 +176,7 @@ def _dtype(args: Sequence[Any]) -> torch.dtype:
 
 
 # Scratch bytes that CUDA's kernels request from PyTorch's allocator inside an operator, where no dispatch mode sees
-# them. Each function names the one of PyTorch whose requests it adds up. cuDNN's workspace for convolutions is assumed.
+# them. Each function adds up the requests of the PyTorch code it names. cuDNN's workspace for convolutions is assumed.
 
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)  # Since torch 2.8.
 _THREADS = 132 * 2048  # number of threads that an H100 runs at once
@@ -215,8 +215,8 @@ def _flash_sums(call: _Call) -> int:
 def _efficient_backward(call: _Call) -> int:
     """Scratch bytes of `_efficient_attention_backward` in attention_backward.cu: `delta`, and a workspace.
 
-    The workspace (kernel_backward.h) has sums in 32 bits, in blocks of 128 rows and 64 columns: of the gradient of
-    queries in any dtype (`kNeedsAccumGradQ`), of those of keys and values only in 16 bits with heads wider than 128.
+    The workspace (kernel_backward.h) has sums in 32 bits, in blocks of 128 rows and 64 columns: for the gradient of
+    queries always (`kNeedsAccumGradQ`), for those of keys and values only with 16-bit heads wider than 128.
     """
     query, key, value = query_key_value(*call[:3])
     batch, heads, length, width = query.shape

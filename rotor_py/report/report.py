@@ -173,7 +173,7 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
     names = {"planned": "planned step", "store-all": "plain step"}
     times = [(names.get(name, name), said) for name, said in facts.times()]
-    # Predicted seconds rest on assumptions, so the overhead, a ratio, comes before them.
+    # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
     found += [overhead, *times] if facts.basis else [*times, overhead]
     return [*found, *facts.quality()]
 

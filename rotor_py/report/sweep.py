@@ -129,8 +129,8 @@ class BatchPoint:
 class BatchChoice:
     """The batch chosen for `mem_limit` bytes, its cost, and the alternatives.
 
-    `step_seconds` are those of forward, loss and backward of one batch, `optimizer_seconds` those of `optimizer.step()`
-    and `zero_grad()`; `overhead` is the ratio of `step_seconds` to those of storing everything. Times of steps are
+    `step_seconds` is the time of forward, loss and backward of a batch, `optimizer_seconds` that of `optimizer.step()`
+    and `zero_grad()`. `overhead` is the ratio of `step_seconds` to the time of storing everything. Times of steps are
     predicted from times of stages.
     """
 

@@ -100,7 +100,7 @@ def _amounts(facts: ReportFacts) -> Table:
         *facts.followed_step(),
     )
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
-    # Predicted seconds rest on assumptions, so the overhead, a ratio, comes before them.
+    # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
     time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
     time += facts.quality()
     table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))

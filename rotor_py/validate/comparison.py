@@ -121,7 +121,7 @@ class ComparedStrategy:
 def compare(
     model: nn.Module, sample: Any = None, *, slots: int = 500, progress: Progress | None = None, **options: Any
 ) -> tuple[ComparedStrategy, ...]:
-    """Compare the plan with other strategies at its limit. Returns the plan, those that fit (fastest first), the rest.
+    """Compare the plan with other strategies at its limit: return it, then those that fit, fastest first, then others.
 
     Args:
         model: a `Checkpointable` with a limit; or any model that it takes, which is measured on `sample` and not
@@ -190,7 +190,7 @@ def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tu
 
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
-    """Return the sequence of `algorithm` for a step within `mem_limit` bytes; if none fits, that of least memory."""
+    """Return the sequence of `algorithm` for a step within `mem_limit` bytes; if none fits, its leanest sequence."""
     # Only plans that recompute need snapshots of random state, whose bytes `chain_limit` subtracts: first try without.
     for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
         try:
