@@ -150,17 +150,17 @@ def _verdict(facts: PipelineFacts) -> Text:
     within = " or ".join(format_bytes(limit) for limit in limits) if len(limits) < 3 else "their limits"
     return Text.assemble(
         (f"{facts.title} fits on {schedule.ranks} ranks", "bold"),
-        f" in {within} each on {facts.device}, {schedule.microbatches} microbatches like the sample in the schedule "
-        f"{schedule.name}: the slowest rank takes {format_seconds(plan.slowest_seconds)} for a microbatch, "
-        f"{share:+.1%} compared with an equal part of storing everything. "
-        f"A step takes {format_seconds(line.makespan)}, of which ranks wait {line.bubble:.1%}.",
+        f" in {within} each on {facts.device}, with {schedule.microbatches} microbatches as large as the sample, in "
+        f"schedule {schedule.name}: the slowest rank takes {format_seconds(plan.slowest_seconds)} for a microbatch, "
+        f"{share:+.1%} compared with its equal share of the time of storing everything. "
+        f"A step takes {format_seconds(line.makespan)}; ranks are idle for {line.bubble:.1%} of it.",
     )
 
 
 def _compared(facts: PipelineFacts) -> Text:
     said = "no policy that is the same for all ranks fits"
     if (best := facts.best_equal) is not None:
-        said = f"the fastest policy that fits ({best.policy}, on all ranks) takes "
+        said = f"the fastest policy that fits on all ranks ({best.policy}) takes "
         said += f"{format_seconds(best.plan.timeline.makespan)} for a step, {facts.ratio or 1.0:.2f} times as long"
     return Text.assemble(("equal cuts  ", "bold"), said)
 

@@ -98,7 +98,7 @@ class Request:
         except ValueError:
             share = math.nan
         if not sign or rest or not 0 <= share < math.inf:
-            raise usage("bad_value", "--max-overhead", f"--max-overhead must be, say, 10%, got {self.max_overhead!r}")
+            raise usage("bad_value", "--max-overhead", f"--max-overhead must be 0% or more, got {self.max_overhead!r}")
         return share
 
     @property

@@ -55,7 +55,7 @@ def calibrate(
     sizes: Sizes | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Device:
-    """Measure `device`, in ten to thirty seconds. `progress` is called with the name of each measurement before it."""
+    """Measure `device`, in ten to thirty seconds. Calls `progress` with the name of each measurement before it."""
     sizes = sizes or (_ON_CUDA if device.type == "cuda" else _ON_CPU)
     say = progress or (lambda text: None)
     cuda = device.type == "cuda"

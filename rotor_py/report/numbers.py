@@ -106,7 +106,7 @@ class Basis:
             ]
         return (
             *found,
-            "Predicted: peaks, what the allocator reserves, and the scratch memory of kernels"
+            "Predicted: peaks, the bytes that the allocator reserves, and the scratch memory of kernels"
             f"{'; gathered parameters, and gradients that are sent' if several else ''}.",
             f"Assumed: {', '.join(assumed)}, and batches without padding"
             f"{'; devices send to each other while they compute' if several else ''}.",
