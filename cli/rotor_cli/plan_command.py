@@ -68,7 +68,7 @@ def plan(request: Request) -> Facts:
                     refuse_optimizer(found.optimizer)
             with target.measuring():
                 refuse_offload(request)
-                # Enter `measuring` inside `user_code`, too: it turns errors of operators that read values into ours.
+                # Inside `user_code`, since `measuring` has to replace errors of operators that read values first.
                 with user_code(found.file), target.measuring():
                     if request.batch_aim is None:
                         network = _measured_network(found, limit, request, shown, target)

@@ -67,7 +67,7 @@ class Target:
 
 
 def dtype_called(name: str, option: str) -> torch.dtype:
-    """Return the floating-point dtype `name`, such as `bf16`. Raises Failure, with `option`, for other names."""
+    """Return the floating-point dtype `name`, such as `bf16`. Raises Failure, which names `option`, for others."""
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise usage("bad_value", option, f"{option} must be bfloat16, float16 or float32, got {name!r}")

@@ -1,7 +1,7 @@
 """Run on CPU tensors the operators that PyTorch chooses on CUDA.
 
 On a machine without a GPU, fake tensors on "cuda" cannot run a backward. So fake tensors are on the CPU, and calls for
-which PyTorch chooses another operator on CUDA are replaced, but not batch norm, which saves as many bytes on either.
+which PyTorch chooses another operator on CUDA are replaced, but not batch norm, which saves equally many bytes.
 
 Attention without a fused kernel saves an element for each pair of tokens; with a fused kernel, one for each token.
 The kernel is chosen as in `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.

@@ -61,7 +61,7 @@ def find_device(name: str) -> Device:
 
 
 def find_devices(text: str, file: str | Path | None = None) -> Devices:
-    """Return the devices that `text` names in the table or `file`: "h100", eight as "h100:8", or as "" its only device.
+    """Return the devices that `text` names, as "h100" or "h100:8" (eight), in the table or `file`; "": its only device.
 
     Raises ValueError for an unknown name or a wrong number, and the errors of `device_from_file`.
     """

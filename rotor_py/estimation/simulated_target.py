@@ -170,7 +170,7 @@ def shard_parameters(
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules of which a list has several of one class, such as a transformer's layers."""
+    """Yield the outermost modules with siblings of the same class in a list, such as a transformer's layers."""
     classes = Counter(map(type, module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ()))
     for child in module.children():
         if classes[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters()):

@@ -25,7 +25,7 @@ class Column:
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Return the multiples of a step from `low` to `high`: the smallest 1, 2 or 5 · 10ⁿ with at most `most` there."""
+    """Return the multiples of d from `low` to `high`, for the least d of 1, 2 or 5 · 10ⁿ that has at most `most`."""
     if not high > low:
         return [low]
     power = math.floor(math.log10((high - low) / most))

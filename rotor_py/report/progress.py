@@ -25,7 +25,7 @@ def in_words(seconds: float) -> str:
 
 
 PATIENCE_SECONDS = 1.0  # Shorter work shows no line, which would only flash. A guess: with more, programs seem to hang
-_REDRAWN_SECONDS = 0.1  # least time between redraws: some work reports progress far more often
+_REDRAWN_SECONDS = 0.1  # least seconds between redraws: some work reports progress far more often
 _COUNTED = 10_000  # least number of parts for which progress is in percent: a count of five digits is hard to read
 _BAR = 16
 

@@ -49,8 +49,8 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 
 
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
-    """Return algorithms that use fewer options: "optimal, whole" only stores or recomputes whole stages; each other may
-    also use one family of options, "in part" or one of `_KEEPERS`. A single one has none: it is the optimal plan.
+    """Return algorithms by name: "optimal, whole" stores or recomputes whole stages; others may also use one family of
+    options, "in part" or one of `_KEEPERS`. A single family is left out: its plan would be the optimal one.
     """
     known = {name for names in measurement.way_names for name in names}
     families = {"in part": {name for name in known if not name.endswith(_KEEPERS)}}

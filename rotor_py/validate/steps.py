@@ -80,7 +80,7 @@ def measured_operations(
 
 
 def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[str, str, bool]]:
-    """Run `step`. When a stage begins or ends, list (forward or backward, name, whether it begins) and call `also`."""
+    """Run `step`. As a stage begins or ends, list (forward or backward, its name, whether it begins); call `also`."""
     found: list[tuple[str, str, bool]] = []
 
     def note(doing: str, name: str, begins: bool) -> None:
