@@ -10,7 +10,7 @@ constants are those of `c10/cuda/CUDACachingAllocator.cpp`; comments name its co
 #  2. The pool's smallest free block that is large enough serves the request; of equally large ones, that at the lowest
 #     address.
 #  3. If no block is large enough, the driver allocates a segment: 2 MiB for the small pool; for the large pool, 20 MiB
-#     if the request is below 10 MiB, else the request rounded up to 2 MiB.
+#     if the request is below 10 MiB, else the request rounded up to a multiple of 2 MiB.
 #  4. If the block exceeds the request by 512 bytes or more in the small pool, or more than 1 MiB in the large one, it
 #     is split. Else the request takes the whole block: 12 MiB from a free block of 13 MiB take 13.
 #  5. A freed block is merged with its free neighbours in the segment. Its memory stays reserved.
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from rotor_py.errors import DescribedError, InvalidValueError
 from rotor_py.units import format_bytes
 
-MIN_BLOCK = 512  # `kMinBlockSize`: every size is rounded up to a multiple of it
+MIN_BLOCK = 512  # `kMinBlockSize`: requests are rounded up to multiples of these bytes
 SMALL_SIZE = 2**20  # `kSmallSize`: bytes of the largest request that the small pool serves
 SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: segment size of the small pool
 LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment size of the large pool for requests below 10 MiB

@@ -142,7 +142,7 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[
 
 
 def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Return the bytes per second that a copy reads and writes, and the median of those of four other operators."""
+    """Return the bytes per second that a copy reads and writes, and the median rate of four other operators."""
     count = sizes.copied_bytes // 4
     one, other = torch.randn(count, device=device), torch.empty(count, device=device)
     rows = one.view(-1, 1024)

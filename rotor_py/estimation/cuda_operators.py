@@ -125,7 +125,7 @@ class Attention:
         return torch.where(mask, zero, never)
 
     def _padded_bias(self) -> torch.Tensor | None:
-        """Return the bias with rows padded to a multiple of eight elements (`pad_bias`), and expanded to every head."""
+        """Return the bias with rows padded in memory to multiples of eight elements (`pad_bias`), for all heads."""
         bias = self._bias()
         if bias is None:
             return None

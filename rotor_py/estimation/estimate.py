@@ -50,8 +50,8 @@ def estimate(
     Args:
         model: any model, which stays unchanged and may be on the meta device; or a function that makes one, which is
             called in a context in which parameters take no memory.
-        sample: input of the model: a tensor, a tuple of positional or a dict of keyword arguments. Only shapes and
-            dtypes are used. An attention mask is assumed to mask nothing.
+        sample: input of the model: a tensor, a tuple of positional or a dict of keyword arguments. Only shapes,
+            dtypes and scalars are used. An attention mask is assumed to mask nothing.
         device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight
             devices that shard the parameters by `fully_shard`; the report is about one, whose batch is `sample`.
         optimizer: the model's optimizer, or a function of the parameters that makes one, such as `torch.optim.AdamW`.

@@ -294,7 +294,7 @@ def _column_sums(rows: int, width: int) -> int:
 
 
 def _norm_backward(call: _Call) -> int:
-    """Scratch bytes of `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu): it sums narrow rows in two steps.
+    """Scratch bytes of `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu): sums many narrow rows in two steps.
 
     A row is narrow if it takes fewer warps than half of the multiprocessors, of which large devices have 132 to 148.
     """
