@@ -169,7 +169,7 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
         return given  # type: ignore[no-any-return] # user code
 
     def scaled(batch: int) -> Any:
-        sample = arguments_of(made, model)  # if it is a DataLoader: its first batch
+        sample = arguments_of(made, model)  # the first batch if `made` is a DataLoader
         rows = {len(tensor) for tensor in tensors_in(sample) if tensor.dim()}
         if len(rows) != 1:
             sizes = " and ".join(map(str, sorted(rows))) or "none"

@@ -55,7 +55,7 @@ class Target:
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
         if self.simulated is not None:
-            arguments, keywords = arguments_of(sample, model)  # if it is a DataLoader: its first batch
+            arguments, keywords = arguments_of(sample, model)  # the first batch if `sample` is a DataLoader
             return self.simulated.fakes.value(keywords or arguments)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:

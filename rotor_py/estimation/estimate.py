@@ -81,7 +81,7 @@ def estimate(
         if not isinstance(model, nn.Module):
             message = f"the function that makes the model must return a module, got {what_it_is(model)}"
             raise UnsupportedModelError(message, kind="not_a_module", name="model")
-    arguments, keywords = arguments_of(sample, model)  # if it is a DataLoader: its first batch
+    arguments, keywords = arguments_of(sample, model)  # the first batch if `sample` is a DataLoader
     with target.together():
         fake = target.model(model).train()
         value = target.fakes.value(keywords or arguments)

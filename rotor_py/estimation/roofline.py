@@ -230,7 +230,7 @@ def _efficient_backward(call: _Call) -> int:
 def _embedding_backward(call: _Call) -> int:
     """Scratch bytes of `embedding_dense_backward_cuda` in Embedding.cu, with EmbeddingBackwardKernel.cu.
 
-    It sorts the indices, then sums the gradient rows of each in 32 bits, first by ten rows (NROWS_PER_THREAD).
+    It sorts the indices, then sums the gradient rows of each in 32 bits, first in tens of rows (NROWS_PER_THREAD).
     """
     func, args, kwargs, _ = call
     gradient, indices = args[0], argument(func, args, kwargs, "indices")

@@ -39,7 +39,7 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 
 
 # Time by memory limit: a step function, with a mark for the report's plan, and a letter for each strategy. The time
-# axis is logarithmic: the plan of least memory takes many times the plain time, but ten percent more must stay visible.
+# axis is logarithmic: a plan of least memory may take many times the plain time, but 10 % more must stay visible.
 
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44

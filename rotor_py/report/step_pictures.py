@@ -1,4 +1,4 @@
-"""Compute the shapes of two pictures: a step's memory by operation, and when each stage runs and is stored."""
+"""Compute coordinates for two pictures of the page: memory by operation, and when stages run and are stored."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class BatchChoice:
     effective_batch: int | None = None
     """Number of samples in an optimizer step; None if it was not given."""
     measured_peak_bytes: int | None = None
-    """Peak of a real step with the chosen batch; None if no step was taken."""
+    """Measured peak of a real step with the chosen batch; None if no step was taken."""
     measured_per_second: tuple[tuple[int, float], ...] = ()
     """Pairs of batch and samples per second in real steps, optimizer step included; the batches took turns."""
 
