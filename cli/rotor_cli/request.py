@@ -98,7 +98,8 @@ class Request:
         except ValueError:
             share = math.nan
         if not sign or rest or not 0 <= share < math.inf:
-            raise usage("bad_value", "--max-overhead", f"--max-overhead must be 0% or more, got {self.max_overhead!r}")
+            message = f"--max-overhead must be a share of 0% or more, such as 10%, got {self.max_overhead!r}"
+            raise usage("bad_value", "--max-overhead", message)
         return share
 
     @property

@@ -7,8 +7,7 @@ constants are those of `c10/cuda/CUDACachingAllocator.cpp`; comments name its co
 # Note [The allocator's rules]
 #
 #  1. Requests are rounded up to multiples of 512 bytes. The stream's small pool serves up to 1 MiB, the large one more.
-#  2. The pool's smallest free block that is large enough serves the request; of equally large ones, that at the lowest
-#     address.
+#  2. The pool's smallest free block that fits serves the request; of equally large ones, that at the lowest address.
 #  3. If no block is large enough, the driver allocates a segment: 2 MiB for the small pool; for the large pool, 20 MiB
 #     if the request is below 10 MiB, else the request rounded up to a multiple of 2 MiB.
 #  4. If the block exceeds the request by 512 bytes or more in the small pool, or more than 1 MiB in the large one, it
