@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     from rotor_solver.memory_timeline import PlanMemory, StageMemory
 
-# The module of each public name, for imports at run time; the imports above are for type checkers.
+# Maps each public name to its module, from which `__getattr__` imports it. Only type checkers read the imports above.
 _MODULES = {
     name: module
     for module, names in {
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
         return version("rotor-plan")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Cached, so that this is called once per name.
+    # Make it an attribute of this module, so that Python calls this function only once for each name.
     found = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return found
 

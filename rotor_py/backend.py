@@ -37,15 +37,15 @@ _OPTIONS = (
 def rotor(
     graph_module: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph so that its training steps stay inside a memory limit: a backend of TorchDynamo.
+    """Return a function that runs `graph_module` by a plan inside a memory limit: a backend of TorchDynamo.
 
-    Each graph is planned separately, at its first call. If Dynamo breaks the model into several graphs, use
-    `Checkpointable`, which accounts for all of them. `options` may hold these arguments of `Checkpointable`, with the
-    same defaults: `mem_limit`, `mem_slots`, `fresh_grads`, `forwards_in_flight`, `granularity`, `preserve_rng_state`
-    and `compile`.
+    The first call of this function makes the plan, for this graph alone. If Dynamo breaks the model into several
+    graphs, use `Checkpointable`, which counts the memory of all of them. `options` may hold these arguments of
+    `Checkpointable`, with the same defaults: `mem_limit`, `mem_slots`, `fresh_grads`, `forwards_in_flight`,
+    `granularity`, `preserve_rng_state` and `compile`.
 
-    Raises ValueError for an unknown option, an invalid mode or limit, and `forwards_in_flight` < 1. The first
-    call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
+    Raises ValueError for an unknown option, an invalid `mem_limit` or `compile`, and `forwards_in_flight` < 1. The
+    first call raises InfeasibleError (a ValueError) if no plan fits, UnsupportedModelError if the graph cannot be cut.
     """
     chosen = options or {}
     if unknown := sorted(chosen.keys() - set(_OPTIONS)):
@@ -53,9 +53,9 @@ def rotor(
         raise InvalidValueError(message, kind="unknown_option", name=unknown[0])
     settings = Settings(**chosen)
     if settings.mem_limit is not None:
-        # Refuse an unreadable limit now; the device is known only at the first call.
+        # Refuse text that is no limit now. The first call parses the limit again, when the device is known.
         parse_bytes(settings.mem_limit, device_bytes=1)
-    # The model's buffers are unknown here; those that Dynamo lifted into placeholders are recognized by name.
+    # Dynamo passes no model, so the ids of its buffers are unknown: the names of placeholders show which are buffers.
     return GraphPlanner(CapturedGraph(graph_module, frozenset(), settings.granularity), settings)
 
 
@@ -64,7 +64,7 @@ class CompiledModel(nn.ModuleList):
 
 
 class PlannedGraph(TrainedModel):
-    """The graph as a `TrainedModel`. In DistributedDataParallel, each process plans alone, since batches may differ."""
+    """The graph as a `TrainedModel`. With DistributedDataParallel, each process plans for its own batch."""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -72,7 +72,7 @@ class PlannedGraph(TrainedModel):
 
 
 class GraphPlanner:
-    """Plans one graph at its first call, and again for an input larger than any before."""
+    """Runs one graph by a plan, made at the first call with gradients, and anew for an input that it does not cover."""
 
     def __init__(self, graph: CapturedGraph, settings: Settings) -> None:
         self.graph = graph
@@ -111,7 +111,7 @@ class GraphPlanner:
         graph, settings = self.graph, self.settings
         tensors = tensors_in(arguments)
         device = main_device(tensors)
-        # The caller of the graph holds its inputs throughout, so no plan can free them.
+        # The function's caller refers to the graph's inputs during the whole call, so no plan can free them.
         cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
         stages = StageMeasurer(
             cut,
@@ -124,7 +124,7 @@ class GraphPlanner:
         stages.settle_layouts(())
         context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, 0)
         plain = MeasuredGraph(graph, cut, stages, context, loss, value, ())
-        # The backend sees neither unused parameters nor the optimizer, so the budget leaves them out.
+        # The graph has neither the optimizer nor parameters that the model does not use, so the budget omits both.
         whole = CompiledModel(module for _, module in graph.layers)
         model = PlannedGraph(whole, whole, settings)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
@@ -138,4 +138,4 @@ class GraphPlanner:
             plan.in_reverse, plan.in_other_order = self.plan.in_reverse, self.plan.in_other_order
         solve(plan, model)
         self.plan, self.model, self._reach = plan, model, spec_of(value)
-        self._executor = SequenceExecutor(graph.graph_module)  # the old one caches stages of the old plan
+        self._executor = SequenceExecutor(graph.graph_module)  # the old one caches runners for the old plan

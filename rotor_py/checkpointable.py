@@ -35,7 +35,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class ModelsSignature:
-    """Gives a method the signature of the model's own, from which trainers read which columns of a data set to pass."""
+    """Descriptor that gives `forward` the signature of the model's own: trainers read its arguments' names there."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -47,7 +47,7 @@ class ModelsSignature:
         return MethodType(self._like(type(instance.__dict__["model"])), instance)
 
     def _like(self, kind: type) -> Callable[..., Any]:
-        if kind not in self._signed:  # one function per class of models, so that methods compare equal
+        if kind not in self._signed:  # one function per class, so that `module.forward == module.forward`
             method = self._method
 
             def signed(*args: Any, **kwargs: Any) -> Any:
@@ -64,22 +64,22 @@ class Checkpointable(PlannedModel):
     """A model whose training step stays inside `mem_limit`, at the least extra time.
 
     It shares the parameters, buffers, children and hooks of `model`; state dicts, names and attributes are the same.
-    Each forward follows a plan; the first call makes one if there is none. Without gradients, the model runs without
-    a plan; in eval mode, too, unless `mem_limit` is given and a single process trains.
+    Forward and backward follow a plan, which the first training forward makes if there is none. The model runs without
+    a plan under `torch.no_grad()`, and in eval mode, unless `mem_limit` is given and a single process trains.
 
     Args:
         model: any model. The layers of an `nn.Sequential`, nested ones included, are its stages; of any other model,
             TorchDynamo captures the graph, which is then cut into stages.
-        custom_input: an input on which to measure the model at once: a tensor, a tuple of positional or a dict of
-            keyword arguments, or a `DataLoader` of one of these.
+        custom_input: an input on which the constructor measures the model: a tensor, a tuple of positional or a dict of
+            keyword arguments, or a `DataLoader`, whose first batch is taken.
         mem_limit: maximum memory of a whole training step on the device: bytes, or text such as "4GB", "512MiB", "80%".
-            None is 90 % of what the device can give this process.
-        mem_slots: number of slots into which the solver divides memory: more find better plans, and take longer.
+            None is 90 % of the bytes that the device can give this process.
+        mem_slots: number of slots into which the solver divides memory. More slots: faster plans, slower solving.
         verbosity: from 1 on, plans and the progress of measuring are logged to `rotor_py` at level WARNING, which
             Python shows without any setup of logging. With 0, measuring is logged at level INFO.
-        preserve_rng_state: whether recomputed stages draw the same random numbers.
+        preserve_rng_state: whether recomputed stages draw the same random numbers as in the forward.
         loss_tmp_memory_usage: bytes that the loss needs beyond the gradient of the output, if `loss` is not given.
-        loss: the loss as a function of the output, to be measured.
+        loss: function that maps the model's output to the loss, so that its time and memory are measured.
         optimizer: optimizer whose state counts toward the limit. Detected at its first step if omitted.
         fresh_grads: whether gradients are freed between steps, as by `zero_grad(set_to_none=True)`, the default of
             PyTorch, so that activations can use their memory. Leave it False to accumulate gradients.
@@ -90,20 +90,20 @@ class Checkpointable(PlannedModel):
             goes backward first, as in `(loss1 + loss2).backward()`, for which there are faster plans. None: "any" until
             three steps were in reverse, then "reverse"; after a backward in another order, "any" again, with a warning
             if that step exceeds the limit.
-        progress: function called, while measuring, with the numbers of stages done and in all, and the next one's name.
+        progress: function to call while measuring, with the numbers of measured and of all stages, and the next name.
             None: a progress bar on a terminal, if measuring takes a while. True: the bar, and log lines. False: no bar.
         cache: whether measurements are stored on disk, in `~/.cache/rotor_plan`, for the next run.
-        plan: a file written by `rotor-plan --save` or `save_plan`: steps follow its plan, and nothing is measured. Its
-            measurements serve `report()` and `memory()`. For a plan with compiled stages, pass the same `compile`; the
-            first step compiles them again.
+        plan: a file written by `rotor-plan --save` or `save_plan`: steps follow its plan, and nothing is measured.
+            `report()` and `memory()` read the measurements in the file. For a plan with compiled stages, pass the same
+            `compile`; the first step compiles them again.
         granularity: maximum number of stages into which a captured graph is cut.
         process_group: the processes that train this model together by one plan. Not needed with
             DistributedDataParallel, around this module or inside it.
         watch: which steps have their memory measured, from the forward to the end of the backward. If such a step
             exceeds the limit, for example in an undeclared loss, the planner logs it and plans anew. None: on CUDA
-            every step, by counters; on the CPU, by PyTorch's profiler, each plan's first step, later ones that differ
-            from it, and some after 10, 100 and 1,000 steps. True: every step. False: no step; the planner then detects
-            neither the order of backwards nor training without a plan.
+            every step, by counters; on the CPU, by PyTorch's profiler, each plan's first step, its 10th, 100th and
+            every 1,000th, and those with other numbers of autograd nodes or backward passes. True: every step. False:
+            no step; the planner then detects neither the order of backwards nor training without a plan.
         level: checkpoint by hand, without a solver: recompute every module of this level (see `assign_levels`).
         every_n_layers: checkpoint by hand, without a solver: store the inputs of stages 0, n, 2n, … (0: store all).
         max_checkpoints: with `every_n_layers`, the maximum number of stored inputs.
@@ -111,7 +111,7 @@ class Checkpointable(PlannedModel):
             a plan that needs less memory, up to three times for a forward and its backward; results stay the same.
         compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
             Identical stages are compiled once, and measured compiled and uncompiled; the plan uses the better variant
-            for the limit. Results are those of compiled training that stores everything.
+            for the limit. Results are those of compiled training that recomputes nothing.
         step_in_backward: optimizer that steps each parameter in the backward as soon as its gradient is complete, and
             frees the gradient. The training loop and its results are those of plain training; `optimizer.step()` only
             ends the step. For SGD, Adam, AdamW and others of torch.optim that step each parameter independently.
@@ -120,10 +120,10 @@ class Checkpointable(PlannedModel):
             device) or "file:/path" (an unnamed file in that folder, for a model on the CPU). The solver decides which
             activations to offload, and when, from the measured bandwidth.
         keep: "bf16", "fp8" or "int8": lets plans round tensors that stages save for the backward to this type, if that
-            is better for the limit. The forward stays exact, gradients differ. None: everything is exact.
+            is better for the limit. The forward stays exact, gradients differ. None: no tensor is rounded.
 
-    With `level` or `every_n_layers`, no solver runs. Such a strategy has no limit unless `mem_limit` is given;
-    planning raises InfeasibleError if it needs more.
+    With `level` or `every_n_layers`, no solver runs, and steps have no limit unless `mem_limit` is given. If they need
+    more than this, planning raises InfeasibleError.
 
     Raises UnsupportedModelError for a model that cannot be trained from a plan; TypeError for an invalid optimizer;
     ValueError for an invalid limit, `backward_order` or `keep`, for `forwards_in_flight` < 1, for a `compile` that
@@ -215,7 +215,8 @@ class Checkpointable(PlannedModel):
     @disable_dynamo
     def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
         planner = self._planner
-        # A forward in eval mode may train inputs or adapters: planned too, if no other process has to agree.
+        # A forward in eval mode may train inputs or adapters, so it is planned, if a limit is set and no other process
+        # has to agree.
         if not torch.is_grad_enabled() or not (self.training or (self.mem_limit is not None and planner.model.alone)):
             return self.model.forward(*args, **kwargs)
         if traced:
@@ -230,13 +231,13 @@ class Checkpointable(PlannedModel):
             if self.training:
                 raise
             planner.warn_of_evaluation(error)
-        # Evaluate without a plan; outside of the `except`, where the error's traceback would hold tensors.
+        # Run without a plan, after the `except` block: inside it, the error's traceback would hold tensors.
         return self.model.forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the stages from the next step on, with the arguments of `torch.compile`.
 
-        Raises ValueError for a backend other than Inductor, a mode together with options, and recorded CUDA graphs.
+        Raises ValueError for a backend other than Inductor, `mode` together with `options`, and recorded CUDA graphs.
         """
         inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for an unknown argument
         if kwargs.get("backend", "inductor") != "inductor" or kwargs.get("disable"):
@@ -253,30 +254,30 @@ class Checkpointable(PlannedModel):
         self._planner.compile_with(mode or options or True)
 
     def refuse_what_cannot_fit(self, custom_input: Any) -> None:
-        """Raise InfeasibleError, within seconds and before the model runs, if no step can fit the limit.
+        """Raise InfeasibleError if parameters, gradients, optimizer state and batch exceed the limit.
 
-        Compares parameters, gradients, optimizer state and batch with the limit. The error holds their bytes; its
-        `min_bytes` is a lower bound, without activations. The first training step makes this check itself; so does
-        the constructor with an input and a limit.
+        Does not run the model. The error's `min_bytes` is a lower bound, without activations. With several processes,
+        logs a warning instead. The first training step checks this itself, as does the constructor if it gets an input
+        and a limit.
         """
         with planning, in_training(self):
             self._planner.refuse_what_cannot_fit(*arguments_of(custom_input, self.model))
 
     def measure(self, custom_input: Any, *, closely: bool = False) -> None:
-        """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
+        """Measure the time and memory of every stage on `custom_input`, given as to the constructor.
 
-        Restores parameters, gradients, buffers, random state and mode afterwards. Stages are measured in training mode.
-        With `closely`, times are measured precisely enough for `least_limit` with an overhead, the least limit at which
-        a step takes at most so much longer; this takes as long as up to 24 more plain steps.
+        Measures in training mode. Restores parameters, gradients, buffers, random state and mode afterwards. With
+        `closely`, repeats measurements until times are precise enough for `least_limit(..., max_overhead=...)`, which
+        takes as long as up to 24 more plain steps.
 
         Raises UnsupportedModelError if the model cannot be cut into stages.
         """
-        # Take the lock first: a waiting thread must not see the mode that another one has set only to measure.
+        # Take the lock first: a thread that waits for it must not read the mode that another one sets only to measure.
         with planning, in_training(self):
             self._planner.measure(*arguments_of(custom_input, self.model), closely=closely)
 
     def build_chain(self, mem_limit: float | str | None = None) -> Chain:
-        """Return the measured stages' costs, in seconds and bytes. `mem_limit`, if given, is the next plan's limit.
+        """Return the measured costs of the stages, in seconds and bytes. `mem_limit`, if given, is the new limit.
 
         Raises ValueError if nothing has been measured, or the limit is invalid.
         """
@@ -291,26 +292,26 @@ class Checkpointable(PlannedModel):
         algo: Algorithm | None = None,
         **algo_kwargs: Any,
     ) -> Sequence:
-        """Find the order of forwards and backwards in steps; `algo`: an algorithm of `rotor_solver` or its class.
+        """Find, set and return the sequence that steps follow. `algo` is an algorithm of `rotor_solver` or its class.
 
-        Without `algo`, use the strategy set by hand, or else `Persistent()`. Raises InfeasibleError, with the least
-        limit that works as `min_bytes`, if nothing fits; ValueError if nothing has been measured.
+        Without `algo`, use the strategy set by hand, or else `Persistent()`. Raises InfeasibleError, whose `min_bytes`
+        is the least limit that works, if no sequence fits; ValueError if nothing has been measured.
         """
         if isinstance(algo, type):
             algo = algo(**algo_kwargs)
         return self._planner.solve(custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
 
     def divide(self, budget: Budget) -> None:
-        """Have the next forward solve for this division of memory. Raises ValueError before anything is measured."""
+        """Replace the plan's budget; the next forward solves for it. Raises ValueError if nothing has been measured."""
         plan = self._planner.in_use
         plan.budget, plan.sequence = budget, None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce_ex__(protocol)
-        # The planner is part of the state: so it is copied with the model, and the copies refer to each other.
+        # Put the planner into the state, so that the model's copy and the planner's copy refer to each other.
         return make, arguments, {**state, "_planner": self._planner.copied()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
-        # Register the copy's planner for optimizers, too: registrations are weak references, which copying leaves out.
+        # Have the copy's planner detect optimizers: the weak tables that list such planners are not copied.
         self._planner.wait_for_optimizers()

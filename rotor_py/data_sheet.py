@@ -1,4 +1,4 @@
-"""Describe devices by the numbers of their data sheets, and by assumed fractions of these that kernels reach."""
+"""Describe devices by the sizes and rates in their data sheets, and by the share of each rate that kernels reach."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 if TYPE_CHECKING:
     import torch
 
-# Bytes that driver, CUDA context and loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB have been
-# seen, more for programs that use more kernels.
+# Bytes that driver, CUDA context and loaded kernels take outside PyTorch's allocator. Assumed: processes took 400 to
+# 650 MiB, those with more kernels took more.
 CONTEXT_BYTES = 520 * 2**20
 
-LAUNCH_SECONDS = 4e-6  # Seconds that Python takes to launch a kernel. Assumed: 3 to 10 µs are measured in eager mode.
+LAUNCH_SECONDS = 4e-6  # Seconds that Python takes to launch a kernel. Assumed: eager mode takes 3 to 10 µs.
 
 # Number of cuBLAS workspaces: one for the thread that runs forwards, one for the engine's thread that runs backwards.
 WORKSPACES = 2
@@ -24,7 +24,7 @@ _SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Floating point operations per second by dtype, dense (no structured sparsity)."""
+    """Floating-point operations per second that the data sheet gives for each dtype, without structured sparsity."""
 
     bf16: float
     fp16: float
@@ -37,17 +37,17 @@ class Rates:
                 return self.bf16
             case "float32" | "complex64":
                 return self.tf32 if tf32 else self.fp32
-            case "float64" | "complex128":  # models rarely train in it; devices with units for it do half as many
+            case "float64" | "complex128":  # a guess: devices with units for float64 do half as many as in float32
                 return self.fp32 / 2
         return self.fp16
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Assumed fractions of the data sheet's rates that kernels reach, and (`streaming`) of the memory bandwidth.
+    """Assumed share of the data sheet's rate that each class of kernels reaches; `streaming`: of the bandwidth.
 
-    `anchor` names the published or measured times to which the fractions were fitted. Without an anchor, they are a
-    guess, or copied from the device that `taken_from` names.
+    `anchor` names the published or measured times to which these shares were fitted. Without an anchor, the shares are
+    a guess, or copied from the device that `taken_from` names.
     """
 
     matmul: float
@@ -65,17 +65,17 @@ class Efficiencies:
         return "no anchor" if self.taken_from is None else f"no anchor: taken from {self.taken_from}"
 
 
-# For devices without known times: between the values fitted for the H100 and for the A100.
+# Shares for devices without an anchor: between those fitted for the H100 and those fitted for the A100.
 UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention_backward=0.22, streaming=0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. Bandwidths are in bytes per second; those of links are one way, for data that one device sends.
+    """One accelerator. Bandwidths are in bytes per second; those of links count only the data that a device sends.
 
-    `memory_bytes` is the total that PyTorch reports, which is less than advertised. `sources` gives the source of each
-    number, by the name of its field (`rates.bf16`). If only the memory is known, `rates_of` names the device whose
-    rates, bandwidths and kernels are used instead.
+    `memory_bytes` is the total that PyTorch reports, which is less than advertised. `sources` pairs the name of each
+    field, such as `rates.bf16`, with the source of its number. If only the memory is known, `rates_of` names the device
+    whose rates, bandwidths and kernels are used instead.
     """
 
     name: str
@@ -120,11 +120,11 @@ class Devices:
 
 
 def workspace_bytes(device: Device) -> int:
-    """Return the bytes that PyTorch allocates for cuBLAS at the first matrix products, and keeps; none on a CPU.
+    """Return the bytes that PyTorch allocates for cuBLAS at the first matrix products, and keeps; 0 on a CPU.
 
-    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp, and its pool of handles: each
-    thread has its own, so there are `WORKSPACES` workspaces. On an H100 with torch 2.11, 64 MiB remain allocated after
-    a trained transformer has been deleted.
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp. `parseChosenWorkspaceSize` gives the bytes of one workspace, and
+    each of `WORKSPACES` threads has its own. On an H100 with torch 2.11, 64 MiB remain allocated after a trained
+    transformer has been deleted.
     """
     if device.vendor == "cpu":
         return 0
@@ -147,7 +147,7 @@ class Reservation:
     step_bytes: int  # peak bytes of the step's tensors alone; a plan's promised peak is at least as large
     reserved_bytes: int
     expandable_bytes: int
-    # whether the step fits only because the allocator returns free segments to the driver when memory runs out.
+    # whether the step fits only because the allocator returns free segments to the driver when memory runs out
     gives_back: bool
 
     def at_least(self, size: int) -> Reservation:
@@ -159,11 +159,11 @@ class Reservation:
         return max(0, self.reserved_bytes - self.usable_bytes)
 
     def warning(self, peak_bytes: int) -> str | None:
-        """Return one sentence of advice if a step with this planned peak hardly fits the device, or does not."""
+        """Return advice if a step, with `peak_bytes` planned, does not fit or `gives_back` memory; None otherwise."""
         if self.gives_back:
             return (
-                f"Predicted: the allocator reserves all {format_bytes(self.usable_bytes)} that it can have, and gives "
-                f"free segments back to make others, which takes time that is not counted; {_SETTING} avoids that."
+                f"Predicted: the allocator reserves all {format_bytes(self.usable_bytes)} of the device, and returns "
+                f"free segments to reserve others, in time that no estimate counts; set {_SETTING} to avoid that."
             )
         if not self.missing_bytes:
             return None

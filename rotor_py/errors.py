@@ -1,4 +1,4 @@
-"""Errors that tell a user what to do: `ValueError`s, except for failures in the middle of a step."""
+"""Errors whose messages tell a user what to do: RuntimeErrors for failures inside a step, else mostly ValueErrors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class DescribedWarning(DescribedError, UserWarning):  # noqa: N818
 def record_fields(
     kind: str, *, stage: int | None = None, name: str | None = None, **numbers: Field
 ) -> dict[str, object]:
-    """Return attributes for a log record, to pass as `extra`: `kind`, `stage`, `subject` and `numbers`, as of an error.
+    """Return the attributes `kind`, `stage`, `subject` and `numbers` of a log record, as a dict to pass as `extra`.
 
-    `subject` is the `name` of an error: a record's own `name` is that of its logger.
+    `subject` has the value that a `DescribedError` has as `name`: a log record's own `name` is that of its logger.
     """
     return {"kind": kind, "stage": stage, "subject": name, "numbers": numbers}
 
@@ -63,9 +63,9 @@ class PlanMismatchError(DescribedError, ValueError):
 
 
 class OtherDataError(PlanMismatchError):
-    """With this batch, the model takes other branches than with the planned one, for example since it has no padding.
+    """For this batch, the model takes other branches than for the planned one; only one of them has padding, say.
 
-    `found` holds the results of the model's conditions on data for this batch, in the order of capture.
+    `answers` holds the results of the model's conditions on data for this batch, in the order of capture.
     """
 
     def __init__(self, planned: tuple[bool, ...], found: tuple[bool, ...]) -> None:
@@ -136,5 +136,5 @@ class MissingCheckpointError(DescribedError, ValueError):
 
 
 def what_it_is(value: object) -> str:
-    """Return what an invalid value is, for an error message: a class itself, or an instance of one."""
+    """Return "the class X itself" for a class X, and the name of its class for any other value, for error messages."""
     return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Bytes of host memory that this process may use: in total, and those available now."""
+"""Read how many bytes of host memory this process may use in all, and how many of these are available now."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def host_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    # MemAvailable, not MemFree: the page cache can be reclaimed. Systems other than Linux have neither.
+    # MemAvailable, unlike MemFree, counts the page cache, which can be reclaimed. Only Linux has this file.
     free = [1024 * each for each in _cells(Path("/proc/meminfo"), "MemAvailable:")]
-    # A container has a limit and a use of its own; its page cache can be reclaimed, too.
+    # A container has its own limit. The bytes that it uses include its page cache, which can be reclaimed, too.
     limits = _numbers("memory.max", "memory/memory.limit_in_bytes")
     used = _numbers("memory.current", "memory/memory.usage_in_bytes")
     cached = [*_cells(_GROUP / "memory.stat", "inactive_file"), *_cells(_GROUP / "memory/memory.stat", "inactive_file")]
@@ -26,7 +26,7 @@ def available_host_bytes() -> int:
 
 
 def _numbers(*files: str) -> list[int]:
-    """Read numbers from files of cgroups, version 2 or 1. Skip "max", which version 2 writes without a limit."""
+    """Return the numbers in these cgroup files, of version 2 or 1, that exist. Skip "max", which means no limit."""
     texts = [path.read_text().strip() for each in files if (path := _GROUP / each).is_file()]
     return [int(text) for text in texts if text.isdecimal()]
 

@@ -23,7 +23,7 @@ _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
 
 
 class Transparent(nn.Module):
-    """Shares the parameters, buffers, children and hooks of `model`.
+    """A module that shares the parameters, buffers, children and hooks of `model`.
 
     State dicts and names have no prefix. Attributes are the model's, except those that this class defines. `__class__`
     is the model's, so `isinstance` answers as for the model.
@@ -31,7 +31,8 @@ class Transparent(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # Share the dictionaries, so that both modules see later additions. As a child, the model would prefix names.
+        # Share the dictionaries, so that both modules get later additions. If the model were a child of this module,
+        # the names of its parameters would have a prefix.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model
@@ -92,19 +93,19 @@ class Transparent(nn.Module):
         return True  # otherwise Python would ask for the length, which most models do not have
 
     def train(self, mode: bool = True) -> Transparent:
-        """Set the mode of the model and of this wrapper, which has its own flag. Return the wrapper."""
+        """Set the training mode of the model and of this wrapper, which has a flag of its own. Return the wrapper."""
         self.model.train(mode)
         self.training = mode
         return self
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether to set an attribute on the wrapper: a property of its class, or `forward`, which Accelerate replaces."""
+    """Whether to set `name` on the wrapper, not on the model: a property, or `forward`, which Accelerate replaces."""
     return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
 
 
 def _is_torchs(method: MethodType) -> bool:
-    """Whether torch defines a method. Such a method must get the model itself (FSDP's), and never calls `self(...)`."""
+    """Whether torch defines a method: such methods do not call `self(...)`, and FSDP's need the model as `self`."""
     return str(getattr(method.__func__, "__module__", "")).partition(".")[0] == "torch"
 
 
@@ -113,7 +114,7 @@ def _blank(kind: type[Transparent]) -> Transparent:
 
 
 def core_of(model: nn.Module) -> nn.Module:
-    """Unwrap a distributed or compiled model: return the module that can be cut into stages."""
+    """Return the module to cut into stages: the one inside DistributedDataParallel and `torch.compile`, if any."""
     if isinstance(model, DistributedDataParallel):
         return core_of(model.module)
     if is_optimized(model):
@@ -125,11 +126,11 @@ def core_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_training(module: Transparent) -> Iterator[None]:
-    """Put a module and all its parts in training mode inside the context; do nothing if the module itself is."""
+    """Inside the context, put a module and its submodules in training mode, unless the module itself is in it."""
     if module.training:
         yield
         return
-    # `train()` sets the mode of all parts, so restore each part's mode separately.
+    # `train()` sets the mode of all submodules, so restore each one's mode separately.
     modes = [(each, each.training) for each in module.model.modules()]
     module.train()
     try:
@@ -142,7 +143,7 @@ def in_training(module: Transparent) -> Iterator[None]:
 
 @contextmanager
 def instead_of_forward(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Inside the context, the first call of `module` calls `run` instead, inside which it has its own forward again."""
+    """Inside the context, the first call of `module` calls `run` in place of its forward, which `run` may call."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         del module.__dict__["forward"]

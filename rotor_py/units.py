@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write them: `4GB` is 4·10⁹ bytes, `512MiB` is 512·2²⁰, `80%` is a share of the device."""
+"""Parse and format bytes and seconds: `4GB` is 4·10⁹ bytes, `512MiB` 512·2²⁰ bytes, `80%` a share of the device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(_\d+)*(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s
 _DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
 _BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
 _MOST = 2**63 - 1  # largest number of bytes that is accepted: no address is larger
-_MOST_DIGITS = 30  # largest power of ten that is computed; larger ones count as this
+_MOST_DIGITS = 30  # largest exponent of ten that is computed; a larger one is replaced by it
 _HINT = "write for example 4GB (4·10⁹ bytes), 512MiB (512·2²⁰ bytes) or 80%"
 
 
 def parse_bytes(size: float | str, *, device_bytes: int | None = None) -> int:
-    """Return a size, such as 1e9, "4GB" or "80%", as a number of bytes, rounded down.
+    """Return the number of bytes, rounded down, of a size such as 1e9, "4GB" or "80%".
 
     `80%` is that share of `device_bytes`. Raises ValueError for anything that is not a positive size, for sizes that do
-    not fit 64 bits, and for a share without `device_bytes`.
+    not fit 64 bits, and for a share above 100 % or without `device_bytes`.
     """
     if isinstance(size, bool) or not isinstance(size, int | float | str) or size != size:
         raise InvalidValueError(f"{size!r} is not a size in bytes; {_HINT}", kind="not_a_size")
     if isinstance(size, float):
-        result = int(min(size, 2.0 * _MOST))  # infinity is no integer
+        result = int(min(size, 2.0 * _MOST))  # infinity cannot be converted to an integer
     else:
         result = size if isinstance(size, int) else _parse(size, device_bytes)
     if result <= 0:
