@@ -1,4 +1,4 @@
-"""Make a plan that has costs, but no sequence yet: cut a model into stages, measure these, and divide the limit."""
+"""Make a plan without a sequence: cut a model into stages, measure their time and memory, and compute the budget."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-# Ratio of the time of all measuring to that of its first pass through all stages. A guess, used only in a log line.
+# Seconds of all measuring, divided by those of its first pass through the stages. A guess, used only in a log line.
 _LONGER = 3.0
 
 
 @contextmanager
 def telling(settings: Settings, model: str) -> Iterator[Progress]:
-    """Yield a progress callback; log measuring as WARNING with `verbosity` or `progress=True`, otherwise as INFO."""
+    """Yield the progress function for measuring, and log how long it takes: as WARNING if the user asked, else INFO."""
     given, created = settings.progress, time.monotonic()
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
     began: list[float] = []
@@ -56,7 +56,7 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
         nonlocal stages
         if not began:
             began.append(time.monotonic())
-        if done == 1 and not stages:  # by now, every stage has run
+        if done == 1 and not stages:  # the first pass has run every stage
             stages, about = total, format_seconds(_LONGER * (time.monotonic() - began[0]))
             record = record_fields("measuring", stages=stages)
             _log.log(level, "measuring %d stages takes about %s", stages, about, extra=record)
@@ -79,19 +79,19 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
         return
     others = f" and {len(found) - 1} others" if len(found) > 1 else ""
     _log.warning(
-        f"every plan stores stage {found[0]!r}{others}: a second run from the same state gave another result (because "
-        "of a clock, a counter, or a random generator that cannot be set back?)",
+        f"every plan stores stage {found[0]!r}{others}: a second run from the same state gave another result (does it "
+        "read a clock, a counter, or a random generator whose state cannot be restored?)",
         extra=record_fields("not_reproducible", name=found[0], stages=len(found)),
     )
 
 
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-    """Cut the model into stages and measure them on `value`. The plan has no sequence yet."""
+    """Cut the model into stages, measure these on `value`, and return the plan, which has no sequence yet."""
     settings, core = model.settings, model.core
     source = blank.renewed()  # not shared with an earlier plan, which may be used again
     device = model.device_of(spec.input)
     if device.type == "cpu":
-        give_way()  # stop this project's profiler, so that one that is active is the user's
+        give_way()  # stop the watch of a step, which has a profiler, so that one still running is the user's
         if prediction() is None and torch_compat.profiler_enabled():
             _log.warning(
                 "call measure(), or take a step, before a profiler starts: measuring needs PyTorch's profiler, so its "
@@ -128,12 +128,13 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
             elsewhere=ELSEWHERE in settings.keepers,
             closely=closely,
             stepped=stepped_parameters(core, settings.step_in_backward),
-            # Several processes assume that callers hold outputs: if a step of one showed it, the others would not know.
+            # With several processes, assume that callers hold outputs: a step that shows it in one process only would
+            # leave the processes with different budgets.
             outputs_held=model.holds_outputs or not model.alone,
-            # Time the overhead of nodes on a CPU only: elsewhere, Python runs while kernels do, so it adds no time.
+            # Time the Python code of nodes on a CPU only: on CUDA, it runs while kernels do, so it adds no time.
             as_node=single_stage_node if device.type == "cpu" and prediction() is None else None,
         )
-        # A strategy by hand chooses which stages are recomputed, so the graph cannot be compiled as a single stage.
+        # A strategy by hand chooses stages to recompute, so it needs several: compile no graph as a single stage.
         whole = None if settings.inductor is None or settings.by_hand is not None else room
         ways, sample = source.measure(value, device, options, whole)
     plain = ways[-1]
@@ -142,13 +143,13 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         source,
         plain.measurement,
         model.budget(plain.measurement, sample, device),
-        # Capturing may have changed the model: its first forward may make buffers and modules.
+        # Read the state again: the model's first forward, which capturing runs, may make buffers and modules.
         spec=replace(spec, model=ModelState.of(core), answers=source.answers),
         cut=plain.cut,
         ways=() if settings.inductor is None else tuple(ways),
         fresh_gradients=settings.fresh_grads,
     )
-    if plan.ways:  # until the plan is solved, run the variant that is fastest without recomputing
+    if plan.ways:  # until the plan is solved, choose the variant of the stages that is fastest without recomputing
         candidates = [way for way in plan.ways if way.cut.members is not None] or plan.ways
 
         def seconds(way: MeasuredCut) -> float:

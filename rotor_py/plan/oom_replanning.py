@@ -1,6 +1,7 @@
 """Plan within smaller limits after an out-of-memory error, at most three times for a forward and its backward.
 
-The failed allocation was only the first that did not fit: a plan must shrink by at least as many bytes, maybe by more.
+Each retry lowers the limit by the bytes of the failed allocation, or by an eighth if that is more: allocations after
+the failed one may not fit, either.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _log = logging.getLogger("rotor_py")
 def guarded(plan: StepPlan) -> StepPlan:
     """Return the plan with a budget for steps on an `OOMRetryTape`, which need more memory than those on a `Tape`.
 
-    Every stage is a node. Even if nothing is recomputed, a step holds copies of the buffers that forwards change, and
-    the copies with which `Undo` restores one stage: of all buffers if the stages are not known yet.
+    They run every stage as a node. Even if they recompute nothing, they hold copies of the buffers that forwards
+    change, and those with which `Undo` restores one stage, counted as all buffers until the stages are known.
     """
     budget, fixed = plan.budget, plan.budget.fixed
     copies = budget.snapshot_bytes + (undo_bytes(plan.functions) if plan.functions else fixed.buffers)
@@ -54,13 +55,14 @@ def forward_and_backward(budget: Budget) -> Budget:
 
 def rest_of_backward(budget: Budget, count: int) -> Budget:
     """Return the budget, an upper bound, of a backward that recomputes the first `count` stages from the input."""
-    # Count the gradient of their output from the beginning, although the chain counts it, too, when it is used.
+    # Count the gradient of the last of these stages' output throughout, though the chain counts it while it is used.
     chain = budget.chain
     first, later = chain.stages[:count], chain.stages[count:]
     left = sum(stage.gradient for stage in later)
     held = chain.activation[-1] if chain.output_held else 0
     beside = chain.activation[count] + held + left
-    # A stage with a negative `gradient` frees that of a later stage. If that one is cut off, the last stage leaves it.
+    # A negative `gradient` counts parameter gradients that a stage frees, and a later stage has made. If that stage is
+    # cut off, let the last remaining stage make them.
     missing, lowest = 0, 0
     for stage in reversed(first):
         missing += stage.gradient
@@ -74,14 +76,14 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
 
 
 _NOT_AGAIN = "on_oom='replan' has not run this again"
-_TRIES = 3  # Maximum number of retries of a forward and its backward. The last one uses the plan that needs least.
+_TRIES = 3  # Maximum number of retries of a forward and its backward. The last one has the least limit that works.
 # Smallest share of the limit by which a retry lowers it. A guess: a failed request of a few kilobytes does not show how
-# much is missing. With too large a share, more is recomputed than has to be.
+# many bytes are missing. With too large a share, stages are recomputed that could have been stored.
 _SHARE = 1 / 8
 
 
 class Replanner:
-    """Makes smaller plans after an out-of-memory error in the `number`-th forward in flight, or in its backward."""
+    """Makes plans with less memory after out-of-memory errors in the `number`-th forward in flight or its backward."""
 
     def __init__(self, plan: StepPlan, model: TrainedModel, number: int = 1) -> None:
         self._plan = plan
@@ -92,12 +94,12 @@ class Replanner:
         self._whole_step = plan.budget
         self._budget = forward_and_backward(plan.budget)
         self._tries = 0
-        self._final = False  # whether an error has got its note
+        self._final = False  # whether an error has a note that says why it was not retried
 
     @cached_property
     def _limit(self) -> int:
         """The peak bytes of the sequence that this forward follows; after a retry, the limit of that retry."""
-        return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps never ask
+        return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps have no retry
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         return self._own(self._sequence) if self._reduce(error, "forward", inexact) else None
@@ -118,7 +120,7 @@ class Replanner:
 
     @contextmanager
     def explaining_other_errors(self) -> Iterator[None]:
-        """Inside the context, note on an out-of-memory error that it was not retried, since no stage has raised it."""
+        """Inside the context, add a note to an out-of-memory error that no stage has raised: it was not retried."""
         try:
             yield
         except RuntimeError as error:
@@ -127,7 +129,7 @@ class Replanner:
             raise
 
     def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
-        """Lower the limit, solve, and log it; if no retry is possible, note why on `error`, and return False."""
+        """Solve for a lower limit and return True; if no retry is possible, add a note why to `error`, return False."""
         least, before, why = self._budget.least_bytes(), self._limit, inexact
         if why is None and before <= least:
             why = f"no plan needs less memory than the one in use, {exact_bytes(before)}"
@@ -140,11 +142,11 @@ class Replanner:
         self._tries += 1
         asked, allocated = asked_bytes(error), allocated_bytes(self._model.device_of(self._plan.input_spec))
         smaller = before - max(asked, int(before * _SHARE))
-        if allocated is not None:  # still with all tensors of the step, which the error's traceback holds
+        if allocated is not None:  # counts all tensors of the step, which the error's traceback still holds
             smaller = min(smaller, allocated)
         self._limit = least if self._tries == _TRIES else max(least, smaller)
         self._sequence = self._solve(self._budget, self._limit)
-        # If the plan has turned to another variant of the stages since, the next forward solves for that variant.
+        # If the plan now runs another variant of the stages than this forward, let the next forward solve for it.
         self._plan.sequence = self._sequence if self._plan.cut is self._cut else None
         self._plan.reduced = self._model.settings.mem_limit, self._limit
         _log.warning(

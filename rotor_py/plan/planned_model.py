@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """An attribute of a `PlannedModel` that reads and sets one of its settings."""
+    """Descriptor that reads and sets the setting of the attribute's name; an invalid value raises ValueError."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -48,7 +48,7 @@ class Setting(Generic[T]):
 
 
 class PlannedModel(Transparent):
-    """A model with a planner; its properties and methods never measure."""
+    """A wrapped model with its settings and its plan. Reading the plan may solve for one, but measures nothing."""
 
     _planner: Planner
 
@@ -63,14 +63,14 @@ class PlannedModel(Transparent):
     backward_order = Setting[str | None]()
     watch = Setting[bool | None]()
 
-    # Facts about the plan in use, which steps follow. None, or an empty list, before anything has been measured.
+    # Facts about the plan that steps follow. Those of a plan are None or empty before anything has been measured.
 
     @property
     def sequence(self) -> Sequence | None:
         """The forwards and backwards that steps run, in order. You may set another, even one that exceeds the limit.
 
         If forwards in flight follow different sequences, this is the first forward's, and its `beside` holds the
-        others'. With several processes, the next forward solves again, since all have to agree on a sequence.
+        others'. With several processes, the next forward replaces a sequence that you set: all have to agree on one.
 
         Setting it raises ValueError before anything has been measured.
         """
@@ -79,13 +79,13 @@ class PlannedModel(Transparent):
     @sequence.setter
     def sequence(self, sequence: Sequence | None) -> None:
         plan = self._planner.in_use
-        if sequence is not None:  # event 3
+        if sequence is not None:  # event 3 in `planner.py`
             self._planner.model.reserve(plan.budget, sequence)
         plan.sequence = sequence
 
     @property
     def budget(self) -> Budget | None:
-        """The bytes that a step needs besides its stages (parameters, gradients, optimizer), and the stages' chain."""
+        """The fixed memory of a step (parameters, gradients, optimizer state), and the measured costs of its stages."""
         return None if (plan := self._planner.plans.in_use) is None else plan.budget
 
     @property
@@ -114,7 +114,7 @@ class PlannedModel(Transparent):
         return [] if (plan := self._planner.plans.in_use) is None else plan.compiled
 
     def compiled_without_budget(self) -> AbstractContextManager[None]:
-        """Inside the context, compiled stages save what the compiler saves without a limit: steps may take more memory.
+        """Inside the context, compiled stages save the tensors that the compiler chooses, even beyond the limit.
 
         Raises ValueError before anything has been measured.
         """
@@ -134,7 +134,7 @@ class PlannedModel(Transparent):
     def device(self) -> torch.device:
         """The device that the model trains on, and whose memory is limited.
 
-        Raises UnsupportedModelError if there are several.
+        Raises UnsupportedModelError if the model is on several.
         """
         return self._planner.device
 
@@ -152,7 +152,7 @@ class PlannedModel(Transparent):
         self.plan().save(path)
 
     def memory(self) -> PlanMemory:
-        """Return the bytes that each stage keeps for the backward while the loss runs, and those that the plan saves.
+        """Return, for each stage, the bytes stored when the loss begins, and those that only plain training stores.
 
         Raises ValueError before anything has been measured.
         """
@@ -163,7 +163,7 @@ class PlannedModel(Transparent):
     def report(self) -> Report:
         """Return a report of the plan that steps follow, to print, to show in a notebook, or to write by `to_html`.
 
-        Raises ValueError if there is no plan yet and nothing has been measured: before the first step.
+        Raises ValueError before anything has been measured, as in the first step.
         """
         plan, model = self._planner.solved(), self._planner.model
         return Report(
@@ -177,7 +177,7 @@ class PlannedModel(Transparent):
         )
 
     def summary(self) -> str:
-        """Return one line about the plan that steps follow: limit, fixed memory, least limit, peak and overhead.
+        """Return one line about the plan that steps follow: limit, fixed memory, least limit, peak and extra time.
 
         Raises ValueError before anything has been measured.
         """
@@ -187,19 +187,19 @@ class PlannedModel(Transparent):
 def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
     """Return a solved plan in the format of plan files, for `PlannedModel.plan`. The model must be in training mode."""
     sequence, settings, device = plan.followed, model.settings, model.device_of(plan.input_spec)
-    # A file does not record `on_oom`: the user gives it again on loading.
+    # Leave out the bytes that `on_oom="replan"` adds: a file does not record `on_oom`, which the user gives again.
     fresh, unlimited = settings.fresh_grads if plan.file is None else plan.file.fresh_grads, plan.unlimited(settings)
     budget = unguarded(plan, fresh_gradients=fresh)
     costs, peak = PlanCosts(plan.measurement, budget), budget.peak_bytes(sequence)
     if plan.file is not None:
-        # Take fingerprint, cut and traits from the file: maybe no step has run yet.
+        # Take fingerprint, cut and traits from the file: if no step has run yet, they are unknown here.
         if sequence == plan.file.sequence and budget == plan.file.costs.budget:
             return plan.file
         limit = plan.file.mem_limit if unlimited else model.limit_bytes(device)
         return replace(
             plan.file, sequence=sequence, mem_limit=limit, peak_bytes=peak, costs=costs, limited=not unlimited
         )
-    # The file stores the fingerprint of the present model: after a change, it would describe another kind of step.
+    # The file stores the fingerprint of the model as it is now, which must be the model that was measured.
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
         text = "save the plan before requires_grad, modes, dtypes or devices change: it is for another kind of step"
         raise InvalidValueError(text, kind="plan_for_other_step")

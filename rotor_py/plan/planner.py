@@ -3,8 +3,8 @@
 # Note [The life of a plan]
 #
 # The step plan in use is measured (it has costs), solved (it has a sequence, too), or agreed (all processes that train
-# together follow that sequence). Without a plan, the planner is unmeasured. Where "training goes on" below, the step
-# may exceed the limit, and a warning says so. Events 6, 7 and 9 never replace a sequence by hand or from a file.
+# together follow that sequence). Without a plan, the planner is unmeasured. "Training goes on" means: steps may exceed
+# the limit, and a warning says so. Events 6, 7 and 9 never replace a sequence by hand or from a file.
 # Events:
 #
 #  1. Measure. The planner drops its plan for steps of this kind and any plan from a file, and cuts and measures the
@@ -19,31 +19,34 @@
 #     solves (events 1 and 2). A captured model may then run another graph than the measured one; the forward is undone,
 #     measured and run once more, or goes on unplanned where it cannot be undone (`session.py`). If the batch's data,
 #     such as padding, cause this, it is another kind of step, and a waiting plan may cover it. On any error, the
-#     earlier plans stay. If no plan fits an input, later inputs as large are refused at once, unless their mask may
-#     need less. Several processes refuse an input that no plan covers, since each would plan alone. If ever larger
-#     inputs have to be measured, one warning says so.
+#     earlier plans stay. If no plan fits an input, later inputs at least as large are refused without measuring, unless
+#     a batch with another mask may need less. Several processes refuse an input that no plan covers, since each would
+#     plan alone. After many plans for ever larger inputs, one warning asks to measure the largest.
 #  6. An optimizer is detected. Its state counts in every budget. If a sequence has no room for it, the planner solves
 #     again; if nothing fits, training goes on. Several processes solve together, at the next forward.
-#  7. A step shows undeclared memory (`observers`). If gradients unexpectedly exist when a forward begins, the planner
-#     measures and solves with them first (events 1 and 2). Memory of the loss, or of anything else outside the
-#     model, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and
-#     logs this; if no plan fits, or with several processes, training goes on. If an optimizer steps without a planned
-#     forward since its last step, one warning says so.
+#  7. A step shows undeclared memory (`observers`). If gradients exist when a forward begins, despite `fresh_grads`, and
+#     do not fit, the planner measures and solves with them (events 1 and 2). Memory of the loss, or of anything else
+#     outside the model, shows when a watched step is over. If it does not fit, the planner solves again, once for each
+#     plan, and logs a warning; if no plan fits, or with several processes, training goes on. If an optimizer steps
+#     without a planned forward since its last step, one warning says so.
 #  8. The planner adopts a plan file with its costs and sequence, if it was made for such a model. → solved. The first
 #     forward compares model and input with the file, as does one after a change of the model or on a larger input;
 #     processes compare their sequences. → agreed. If the costs were predicted, the first watched step is compared with
 #     them; if its peak differs by more than a margin in any process, the next forward drops the file and measures
 #     (events 1 and 2).
-#  9. A forward arrives while others are in flight. It follows the plan's sequence for so many forwards, or else another
-#     one that fits, or else training goes on. Once no forward is in flight, the planner solves with room for as many as
-#     there were, or else training goes on. Plans allow backwards in any order. If some steps had their backwards in
-#     reverse, the planner solves for that order, unless the user has declared one; after a step in another order, for
-#     any order again. Several processes only warn: they do not see each other's forwards in flight.
+#  9. A forward arrives while others are in flight. It follows the plan's sequence for that many forwards; if this does
+#     not fit, another sequence that fits; if none fits, training goes on. Once no forward is in flight, the planner
+#     solves for as many forwards as there were; if no plan fits, training goes on. Plans allow backwards in any order.
+#     If three steps had their backwards in reverse, the planner solves for that order, unless the user has declared
+#     one; after a step in another order, for any order again. Several processes only warn: none of them knows how many
+#     forwards the others have in flight.
 # 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
 #     within a smaller limit, which repeats the work in progress. Steps of this kind keep the smaller limit until the
 #     user sets one. → solved
-# 11. The model is copied. The copy gets the plan in use if it can serve the copy, and no waiting plans.
-# 12. `.compile()` asks for compiled stages. The planner drops all plans: they are for other stages. → unmeasured
+# 11. The model is copied. The copy gets the plan in use, unless this holds the original's captured graph, and no
+#     waiting plans.
+# 12. The user calls `.compile()`. The planner drops all plans, since compiled stages cost other bytes and times. →
+#     unmeasured. A plan from a file stays, and a warning says so.
 #
 # The caller puts the model in training mode for events 1 and 5, and when a plan is written to a file. In all threads of
 # a process, one planner at a time measures or solves (`planning_lock`).
@@ -102,7 +105,7 @@ def _is_lazy(model: nn.Module) -> bool:
 
 
 class Planner:
-    """Plan and run the forwards of `whole`, the module that users call; its part `core` is cut into stages."""
+    """Plans and runs the forwards of `whole`, the module that users call; its part `core` is cut into stages."""
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.settings = settings
@@ -119,7 +122,7 @@ class Planner:
         self.wait_for_optimizers()
 
     def wait_for_optimizers(self) -> None:
-        """Detect the optimizers that train the model (event 6), and those that step without a planned forward."""
+        """From now on, detect optimizers that train the model (event 6) or step without a planned forward (event 7)."""
         wait_for_optimizers(self.plans, self._watched)
         if self.settings.step_in_backward is not None:
             self._stepper = Stepper(self.model, self.settings.step_in_backward)
@@ -143,14 +146,14 @@ class Planner:
             self.plans.measure(StepSpec.of(self.model.core, value), value, closely=closely)
 
     def refuse_what_cannot_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise InfeasibleError if a step on these arguments exceeds the limit by facts known before measuring."""
+        """Raise InfeasibleError if parameters, gradients, optimizer state and these arguments exceed the limit."""
         value = self._input_of(args, kwargs)
         self.plans.refuse_what_cannot_fit(StepSpec.of(self.model.core, value), value)
 
     def solve(
         self, limit: float | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
     ) -> Sequence:
-        """Event 2: find the sequence that steps will follow; see `solving.solve`. ValueError if nothing is measured."""
+        """Event 2: set the sequence that steps will follow; see `solving.solve`. ValueError if nothing is measured."""
         return solve(self.in_use, self.model, limit, slots=slots, algorithm=algorithm)
 
     def solved(self) -> StepPlan:
@@ -164,7 +167,7 @@ class Planner:
         self.settings.mem_limit = limit
 
     def adopt(self, file: Plan) -> None:
-        """Event 8: follow a plan from a file."""
+        """Event 8: follow a plan from a file. PlanMismatchError if its model, `keep`, `compile` or optimizer differ."""
         refuse_difference(file.model, model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
         if (asked := file.costs.measurement.fewer_bits) not in (None, self.settings.keep):
@@ -191,7 +194,7 @@ class Planner:
                 _log.warning("%s", error, extra=fields_of(error))
 
     def compile_with(self, compile: Compile) -> None:
-        """Event 12: plan anew with compiled stages."""
+        """Event 12: drop all plans, and have later ones compile the stages. With a plan from a file, only warn."""
         refuse_excluded(self.settings, compile="compile()")
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
             extra = record_fields("compile_ignored", name="plan")
@@ -218,7 +221,7 @@ class Planner:
             _log.warning(text, extra=extra)
 
     def copied(self) -> Planner:
-        """Event 11: return a planner for a copy of the model. Copying its state replaces the references to this one."""
+        """Event 11: return a planner for a copy. It refers to this model until `copy` or `pickle` copies it, too."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans.take_along(self.plans.in_use)
         return twin
@@ -227,16 +230,16 @@ class Planner:
         """Event 5: run the model forward, so that its backward follows a plan; without a plan if nothing trains."""
         if torch_compat.maybe_current_level() is not None:
             text = (
-                "call the attribute `model` inside of torch.func transforms (grad, vmap, ...): no plan can be followed"
+                "call the attribute `model` inside torch.func transforms (grad, vmap, ...): no plan works inside them"
             )
             raise UnsupportedModelError(text, kind="function_transform")
-        if innermost_hooks(True) is None and not torch_compat.dispatch_mode_stack():  # as in most steps
+        if innermost_hooks(True) is None and not torch_compat.dispatch_mode_stack():  # no region, as in most steps
             return self._run(args, kwargs, second=False)
         with outer_regions_aside() as second:
             return self._run(args, kwargs, second=second)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool) -> Any:
-        """Run a forward by plan. `second`: the caller's checkpoint region recomputes it, so nothing observes it."""
+        """Run a forward by plan. `second`: whether the caller's checkpoint region recomputes it, unobserved."""
         model, stepper = self.model, None if second else self._stepper
         model.note_planned()
         if stepper is not None:
@@ -263,19 +266,19 @@ class Planner:
             if self.in_use.file is not None or not self.plans.blank.captured:
                 raise
             answers = error.answers if isinstance(error, OtherDataError) else None
-        # Outside of the `except`, where the error's traceback would keep the tensors of the first attempt.
+        # Try again after the `except` block: inside it, the error's traceback would hold the first attempt's tensors.
         if answers is not None:
             if not model.alone:  # batches of other processes may fit the plan
                 text = "call measure() again in all processes: the plan is for batches with another kind of mask"
                 raise UnsupportedModelError(text, kind="no_plan_for_input", name="mask")
             spec = replace(StepSpec.of(model.core, value), answers=answers)
             self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
-            with suppress(PlanMismatchError):  # the batch's shape may have changed the graph, too
+            with suppress(PlanMismatchError):  # the graph may differ because of the batch's shape, too
                 return by_plan(value, self._forwards.in_flight())
         return self._run_other_way(value, by_plan)
 
     def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a forward as one value. Before the first, lazy layers make their parameters here."""
+        """Return the arguments of a forward as one value. At the first call, have lazy layers make their parameters."""
         if self._lazy and _is_lazy(self.model.core):
             self._make_lazy_parameters(args, kwargs)
         self._lazy = False
@@ -286,8 +289,8 @@ class Planner:
         modes = [(module, module.training) for module in core.modules()]
         if any(isinstance(module, _DROPOUT) and module.p for module in core.modules()):
             _log.warning(
-                f"run {self.model.name} once on a batch before you wrap it: it has lazy layers and dropout. Their "
-                "parameters are made before the first forward, with other random numbers than in plain training",
+                f"run {self.model.name} once on a batch before you wrap it: it has lazy layers, whose parameters are "
+                "made before the first forward, and dropout, so both draw other random numbers than in plain training",
                 extra=record_fields("lazy_layers", name=self.model.name),
             )
         try:
@@ -315,7 +318,8 @@ class Planner:
             text = f"call measure() in all processes with both inputs, which have different graphs: {both}"
             raise UnsupportedModelError(text, kind="no_plan_for_input", name="graph")
         self.plans.plan_for(spec, value)
-        return by_plan(value, self._forwards.in_flight(), goes_on=True)  # another run may branch differently again
+        # If this run takes yet another branch, go on without a plan.
+        return by_plan(value, self._forwards.in_flight(), goes_on=True)
 
     def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
         plan = self.plans.in_use
@@ -335,13 +339,13 @@ class Planner:
         return output
 
     def _run_second(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
-        """Run the model for a checkpoint region that the caller recomputes, not observed: no backward follows."""
+        """Run the model in a recompute of the caller's checkpoint region. Nothing observes it: no backward follows."""
         plan = self.in_use
         sequence = self._second_runs.sequence(plan, self._forwards.held_bytes(self.model), self.model)
         return self._follow(sequence, plan, value, len(flying) + 1, goes_on=goes_on)
 
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int, *, goes_on: bool) -> Any:
-        """Run the model forward by this sequence of stages of `plan`, as the `number`-th forward in flight."""
+        """Run the model on `value` by `sequence`, with the stages of `plan`, as the `number`-th forward in flight."""
         settings = self.settings
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or settings.offload is None else self.model.tier
