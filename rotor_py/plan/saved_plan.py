@@ -1,6 +1,6 @@
 """Save and load plans as JSON files. These hold only data: loading checks every field and executes none.
 
-Stages are compiled anew. Since some options of Inductor run programs, the file's must equal those that the user gives.
+Loading compiles stages anew. The file's options of Inductor must equal the user's, since some of them run programs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rotor_solver.offload import Moves
 _log = logging.getLogger("rotor_py")
 
 SCHEMA = 13
-_LARGEST_FILE = 16 * 2**20  # Largest file that is read. A plan has some thousand bytes per hundred stages.
-# Maximum product of the numbers of carried tensors and stages: building a chain takes as many steps. A guess.
+_LARGEST_FILE = 16 * 2**20  # Bytes of the largest file that is read. A guess, far above the size of any plan.
+# Maximum number of carried tensors times number of stages: building a chain takes as many operations. A guess.
 _MOST_CARRIED = 10**6
-# Fields, in bytes, that may be negative: a backward may free more than it allocates.
+# Minimum and maximum of the fields in bytes that may be negative: a backward may free more than it allocates.
 _SIGNED = dict.fromkeys(
     ("backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"), (-LARGEST_SIZE, LARGEST_SIZE)
 )
-# Minimum and maximum of the fields whose range is not from zero to `LARGEST_SIZE`.
+# Minimum and maximum of the numeric fields whose range is not from zero to `LARGEST_SIZE`.
 _RANGES = {"mem_limit": (1, 2**63 - 1), "room": (1, 2**63 - 1), "forwards": (1, 10**4), **_SIGNED}
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -77,7 +77,7 @@ _hints = functools.cache(get_type_hints)
 
 
 def read_as(kind: Any, name: str, value: Any) -> Any:
-    """Convert `value`, JSON of the field `name`, to the type `kind`. ValueError if it has another type or range."""
+    """Convert `value`, read from JSON as the field `name`, to the type `kind`. ValueError if type or range differ."""
     outer, inside = get_origin(kind) or kind, get_args(kind)
     if type(None) in inside:
         return None if value is None else read_as(inside[0], name, value)
@@ -111,7 +111,7 @@ def _refuse_other_length(name: str, found: int, stages: int) -> None:
         raise InvalidValueError(text, kind="wrong_length", name=name, got=found)
 
 
-# Fields of a `Budget` that files contain, since they do not follow from the `Measurement`, which files contain, too.
+# Names of the fields of `Budget` that files contain. The other fields follow from the `Measurement` in the file.
 _AROUND = (
     *("fixed", "before_bytes", "stepping_bytes", "step_bytes", "forwards", "held_beside", "backward_order"),
     *("freed_gradients", "view_bytes", "rest_bytes", "link", "link_name"),
@@ -124,7 +124,7 @@ class PlanCosts:
     budget: Budget
 
     def as_data(self) -> dict[str, Any]:
-        """Return fields of measurement and budget as a dict for `json`, without the chain, which follows from them."""
+        """Return a dict for `json` with the measurement's fields, and the budget's that do not follow from them."""
         found = asdict(self.measurement) | {name: getattr(self.budget, name) for name in _AROUND}
         del found["names"]
         link = None if self.budget.link is None else asdict(self.budget.link)
@@ -144,7 +144,8 @@ class PlanCosts:
             raise _bad_field("carried", f"the {len(carried)} carried tensors do not fit a chain of {stages} stages")
         for way in (way for ways in found["ways"] for way in ways):
             if not way.name or way.moved_bytes > way.cost.saved_bytes:
-                raise _bad_field("ways", f"a storage mode needs a name, and offloads saved bytes: {reprlib.repr(way)}")
+                text = "a storage mode must have a name, and offload no more bytes than it saves, got"
+                raise _bad_field("ways", f"{text} {reprlib.repr(way)}")
         if found["backward_order"] not in ORDERS:
             raise _bad_field("backward_order", f"backward_order must be {' or '.join(ORDERS)}")
         around = {name: found.pop(name) for name in _AROUND}
@@ -159,7 +160,7 @@ _COSTS |= {name: _hints(Budget)[name] for name in _AROUND}
 
 @dataclass(frozen=True, slots=True)
 class CompiledStages:
-    """Names of compiled stages, Inductor's options, and `room`: bytes for which a graph was compiled as one stage."""
+    """Names of the compiled stages, Inductor's options, and `room`: the bytes that a graph compiled whole may save."""
 
     stages: list[str]
     options: dict[str, Any]
@@ -177,7 +178,7 @@ class CompiledStages:
         return cls(list(compiled), dict(config), None if whole is None else whole.room)
 
     def compiled_again(self, cut: Cut, compiler: StageCompiler, chain: Chain, ways: Items[Items[str]]) -> Cut:
-        """Return `cut` with these stages as `CompiledStage`, which `compiler` compiles when they first run."""
+        """Return `cut` with these stages as `CompiledStage`, so that `compiler` compiles each when it first runs."""
         from rotor_py.compile.partitioner import whole_partitioner
 
         partitioner = None if self.room is None else whole_partitioner(self.room, chain)
@@ -191,7 +192,7 @@ class CompiledStages:
 
 
 def config_beside(file: CompiledStages | None, given: Config | None) -> Config | None:
-    """Return Inductor's options for a plan from a file. PlanMismatchError if the user has `given` other ones."""
+    """Return the options of Inductor in a plan file. PlanMismatchError if those that the user has `given` differ."""
     planned = None if file is None else tuple(sorted(file.options.items()))
     if given is None and planned == ():
         return planned
@@ -208,12 +209,12 @@ def _as_given(config: Config | None) -> bool | dict[str, Any]:
 class Plan:
     """A sequence, with the model, input and limit that it was made for.
 
-    `model` and `input` are fingerprints. `prefix` names the layers before the stages, and `stages` those of each stage.
+    `model` and `input` are fingerprints. `prefix` names the layers before the stages, `stages` the layers of each one.
     `answers` are the results of a captured model's conditions on the batch's data, such as whether there is padding.
-    `traits` says how a graph changes each stage's results. `costs` are the measurements, all that a report needs.
-    `limited` is False if a strategy by hand has no limit; then `mem_limit` is the device's. `compiled` is present with
-    `compile=`, and `step_in_backward` if parameters are stepped in the backward. `predicted_for` names the device for
-    which costs were predicted, if nothing was measured.
+    `traits` says of each stage whether its outputs are reproducible, and which of them need no gradient. `costs` are
+    the measurements and the budget. `limited` is False if a strategy by hand has no limit; then `mem_limit` is that of
+    the device. `compiled` is None without `compile=`, `step_in_backward` without an optimizer in the backward.
+    `predicted_for` names the device for which costs were predicted, and is None if they were measured.
     """
 
     model: dict[str, Any]
@@ -252,18 +253,18 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan.
+        """Read a plan from a file.
 
-        Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if it has compiled stages and was
-        made with another version of torch, OSError if it cannot be read.
+        Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if the plan has compiled stages and
+        was made with another version of torch, OSError if the file cannot be read.
         """
         return cls(**_read(path))
 
     def cut(self, named: list[Layer]) -> Cut:
-        """Join layers, given in the order in which they run, into the plan's stages. PlanMismatchError if others."""
+        """Join `named` layers, in the order in which they run, into the plan's stages. PlanMismatchError if others."""
         found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
-        # The order counts: the same layers in another order have the same names, but other costs.
+        # Compare the order, too: layers in another order may have the same names, but have other costs.
         if planned != list(found):
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
@@ -277,8 +278,8 @@ class Plan:
             raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
 
-# Types of all fields in a file: those of `Plan`, and more. `beside` are the sequences of the second and later forwards
-# in flight, if they differ. `digest`, the SHA-256 of all other fields, shows damage, not forgery.
+# Types of all fields in a file: those of `Plan`, and more. `beside` lists the sequences of the second and later
+# forwards in flight, if they differ. `digest`, the SHA-256 of all other fields, reveals damage, not forgery.
 _FIELDS = _hints(Plan) | {
     "schema": int,
     "torch": str,
@@ -330,7 +331,7 @@ def _parsed(file: Path) -> dict[str, Any]:
         )
 
     if len(content) > _LARGEST_FILE:
-        raise not_a_plan("too_large", f"since it has more than {_LARGEST_FILE} bytes; a plan has a few thousand")
+        raise not_a_plan("too_large", f"since it has more than {_LARGEST_FILE} bytes, and any plan has fewer")
     try:
         data = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -343,7 +344,7 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
-    """Check that the fields of a file agree with each other, and return those of a `Plan`. ValueError otherwise."""
+    """Return the fields of a `Plan` from those of a file. Raises ValueError if they contradict each other."""
     beside, solver, moves = (fields.pop(name) for name in ("beside", "solver", "moves"))
     for name in ("schema", "torch", "digest"):
         del fields[name]
@@ -363,7 +364,7 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     sequence = replace(sequences[0], beside=tuple(sequences[1:]), moves=moves)
     given, peak = fields["peak_bytes"], costs.budget.peak_bytes(sequence)
     if peak != given:
-        text = f"peak_bytes must be {peak}, by the costs, got {given}"
+        text = f"peak_bytes must be {peak}, which follows from the costs, got {given}"
         raise InvalidValueError(text, kind="other_peak", name="peak_bytes", got=given, peak_bytes=peak)
     if (compiled := fields["compiled"]) is not None:
         whole = compiled.room is None or len(compiled.stages) == len(names) == 1

@@ -1,4 +1,4 @@
-"""Hold the user's settings: the limit, and everything else on which planning depends, except model and input."""
+"""Hold and check the user's settings: the limit, and all other arguments of `Checkpointable` that change a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rotor_solver.watching import Progress
 
 @dataclass(slots=True)
 class Settings:
-    """The arguments of `Checkpointable`, documented there. Plans made after a change use the changed setting."""
+    """The arguments of `Checkpointable`, documented there. If a setting changes, only plans made later follow it."""
 
     mem_limit: float | str | None = None
     mem_slots: int = 500
@@ -45,9 +45,9 @@ class Settings:
     step_in_backward: torch.optim.Optimizer | None = None
     offload: str | None = None
     keep: str | None = None
-    # Inductor's options; None if no stage is to be compiled
-    inductor: Config | None = field(init=False, default=None)
-    keepers: tuple[Keeper, ...] = field(init=False, default=())  # compressing and offloading modes for plans
+    inductor: Config | None = field(init=False, default=None)  # Inductor's options; None: no stage is to be compiled
+    # storage modes, for stages of any kind, that compress or offload saved tensors
+    keepers: tuple[Keeper, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         forwards = self.forwards_in_flight
@@ -65,7 +65,7 @@ class Settings:
                 text = f"{name} must be the optimizer of the model's parameters, got {what_it_is(given)}"
                 raise InvalidTypeError(text, kind="not_an_optimizer", name=name)
         if self.offload is not None:
-            self.offload = checked_name(self.offload)  # the full name of the tier
+            self.offload = checked_name(self.offload)  # with an absolute path
         refuse_excluded(self)
         if self.step_in_backward is not None:
             refuse_optimizer(self.step_in_backward)
@@ -79,7 +79,7 @@ class Settings:
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:
-        """Memory limit and slots: the settings that the user may change after a solve, and that change its result."""
+        """Memory limit and number of slots: if the user changes one of them, a solved plan has to be solved again."""
         return self.mem_limit, self.mem_slots
 
 
@@ -89,7 +89,7 @@ SHARDED = "a model of fully_shard"
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Two settings that exclude each other. In `why`, `{given}` stands for the second as the user has written it."""
+    """Two settings that exclude each other, and why. There, `{given}` stands for the second as the user wrote it."""
 
     first: str
     second: str
@@ -112,7 +112,7 @@ EXCLUSIONS = (
     Exclusion("offload", SHARDED, "its stages run in regions, which save only inputs"),
     Exclusion("plan", "level or every_n_layers", "both choose the recomputed stages; give one"),
 )
-"""Settings that exclude each other, with reasons. docs/training.md shows the table."""
+"""Pairs of settings that exclude each other, with reasons. docs/training.md has the same table."""
 
 
 def _given(settings: Settings) -> dict[str, str]:
@@ -144,13 +144,13 @@ def refuse_excluded(settings: Settings, **more: str) -> None:
 
 
 def one_process_only(settings: Settings, sharded: str = SEVERAL_PROCESSES) -> Exclusion | None:
-    """Return the exclusion of a given setting by `sharded`: several processes, or a model of `fully_shard`; or None."""
+    """Return the exclusion of `sharded` (`SEVERAL_PROCESSES` or `SHARDED`) by a setting that the user gave, or None."""
     given = _given(settings)
     return next((each for each in EXCLUSIONS if each.second == sharded and each.first in given), None)
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer that is not known to step each parameter alone, or that is differentiable."""
+    """Raise ValueError unless `optimizer` is known to step each parameter alone, or if it has differentiable=True."""
     if not steps_per_parameter(optimizer):
         name = type(optimizer).__name__
         text = f"step_in_backward must be SGD, Adam, AdamW or another that steps each parameter alone, got {name}"

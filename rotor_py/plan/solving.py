@@ -1,7 +1,7 @@
-"""Solve for a sequence within the limit, in one process or in several together, and count late optimizers.
+"""Solve for a sequence within the limit, in one process or in several together; warn if an optimizer does not fit.
 
-When stages are recomputed, their collectives repeat, and all processes must reach these in the same order. So rank 0
-solves for the costliest stages of any process within the tightest limit, and the others adopt its sequence.
+A recomputed stage repeats its collectives, which all processes must reach in the same order. So rank 0 solves, with the
+largest costs that each stage has in any process and the least memory of any, and the others follow its sequence.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _log = logging.getLogger("rotor_py")
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
-    """Return the sequence that rank 0 of `group` finds, within the least room of any process. All must call this."""
-    own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # room for the chain
+    """Return rank 0's sequence, solved for the process that has the fewest bytes for its chain. All must call this."""
+    own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # bytes left for the chain
     chains, rooms, links = zip(*gather_objects((budget.chain, own, budget.link), group, device), strict=True)
     # Compare stages before solving: rank 0's sequence is valid only for as many stages as rank 0 has.
     stages = [[stage.name for stage in chain.stages] for chain in chains]
@@ -49,10 +49,10 @@ def agreed_sequence(
         try:
             link = None if None in links else Link.slowest(links)
             all_of_them = replace(budget, chain=costliest(chains), link=link)
-            # Write the least room of all processes as a limit of this one: `solve` subtracts its fixed memory again.
+            # `solve` subtracts this process's fixed memory from the limit: replace what is left by the least of any.
             found = [all_of_them.solve(mem_limit - own + min(rooms), algorithm)]
         except InfeasibleError as error:
-            found = [error.with_traceback(None)]  # sent to the other processes, which wait for a sequence
+            found = [error.with_traceback(None)]  # sent instead of a sequence, for which the other processes wait
         except Exception as error:
             found = [f"rank 0 could not solve: {type(error).__name__}: {error}"]
     with sending_from(device):
@@ -63,7 +63,7 @@ def agreed_sequence(
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
     if isinstance(sequence, str):
         raise InvalidStateError(sequence, kind="rank_0_failed")
-    # Compare whole peaks, too: a process may need more outside the chain, for example while the optimizer steps.
+    # Compare peaks of whole steps with the limits, too: the optimizer's step, which is not in the chain, may not fit.
     peaks = gather_objects((budget.peak_bytes(sequence), mem_limit), group, device)
     # All processes see all peaks, so that all raise and none is left waiting in a collective.
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
@@ -87,18 +87,18 @@ def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.de
 def choose_variant(
     plan: StepPlan, solve: Callable[[Budget], Sequence], group: dist.ProcessGroup | None, device: torch.device
 ) -> Sequence:
-    """Have `plan` run the variant of its stages (some, all or none compiled) that is fastest; return its sequence."""
+    """Solve for each variant of stages (some, all or none compiled), run the fastest in `plan`, return its sequence."""
     ways = list(plan.ways)
     if group is not None and ways:
-        # Use only variants that all processes have, in one order: each process kept those that were faster there.
+        # Use only variants that all processes have, in one order: each kept those that it measured as faster.
         by_kind = {tuple((name, isinstance(each, CompiledStage)) for name, each in way.cut.stages): way for way in ways}
         first, *others = gather_objects(list(by_kind), group, device)
         ways = [by_kind[kind] for kind in first if all(kind in other for other in others)]
     if not ways:
         return solve(plan.budget)
     plan.compiled_for_larger_budget = False
-    # Try a graph compiled as a whole first: it exists only if it is no slower than uncompiled, and its time is not
-    # comparable with the sum of stages that were measured one by one.
+    # Try the graph compiled as a whole first: it is a variant only if it was no slower than the uncompiled graph, and
+    # its time cannot be compared with the sum of the times of single stages.
     refused: list[InfeasibleError] = []
     try:
         for whole in (True, False):
@@ -109,12 +109,12 @@ def choose_variant(
                 try:
                     sequence = solve(budget)
                 except InfeasibleError as error:  # with several processes, all of them raise it
-                    # A graph compiled as a whole was compiled for more room than its budget leaves now.
+                    # If it is the graph compiled as a whole, it was compiled for more bytes than the budget leaves now.
                     plan.compiled_for_larger_budget |= whole
                     refused.append(error)
                 else:
                     seconds = budget.makespan(sequence)
-                    if group is not None:  # the slowest process counts, so that all choose alike
+                    if group is not None:  # use the slowest process's seconds, so that all choose the same variant
                         seconds = max(gather_objects(seconds, group, device))
                     found.append((seconds, way, sequence))
             if found:
@@ -123,7 +123,7 @@ def choose_variant(
                 return sequence
         raise min(refused, key=lambda error: error.min_bytes)
     finally:
-        refused.clear()  # break the cycle of the errors and this frame, which is in their tracebacks
+        refused.clear()  # break reference cycles: the errors' tracebacks hold this frame, which holds the errors
 
 
 def solve(
@@ -134,12 +134,12 @@ def solve(
     slots: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Sequence:
-    """Find and set the sequence of `plan` within `limit`, by default that of the settings; it becomes their limit."""
+    """Find, set and return a sequence of `plan` within `limit` (None: `mem_limit`), then the new `mem_limit`."""
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
         if algorithm is None and settings.by_hand is not None:
-            # Without `mem_limit`, a strategy by hand has no limit; a solver takes the device's memory.
+            # Without `mem_limit`, a strategy by hand has no limit, whereas a solver gets the device's memory as limit.
             most = None if given is None else limit_bytes(given, device)
             by_hand = partial(settings.by_hand.sequence, model.core, mem_limit=most)
             sequence = choose_variant(plan, by_hand, group, device)
@@ -162,7 +162,7 @@ def solve(
             plan.budget.forwards,
             extra=record_fields("moves_nothing", forwards=plan.budget.forwards),
         )
-    # Collective: all processes follow the sequence, so it offloads in all of them or in none.
+    # `reserve` is collective. All processes follow the sequence, so all of them call it, or none does.
     model.reserve(plan.budget, sequence, group)
     plan.sequence = plan.found = sequence
     plan.agreed = None if group is None else sequence
@@ -174,9 +174,9 @@ def solve(
 
 
 def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int) -> None:
-    """Raise `error` with advice to set fresh_grads=True, if that lowers the least limit; else do nothing.
+    """Raise InfeasibleError with advice to set fresh_grads=True, if that lowers the least limit; else return.
 
-    No frame of a traceback may hold its own error in a variable: the caller's tensors would live until a collection.
+    The raised error is in no local variable: its traceback would hold itself, and the caller's tensors, in a cycle.
     """
     if plan.fresh_gradients:
         return
@@ -185,7 +185,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     held = tightest.least_bytes()
     least = min(model.with_fresh_gradients(*each, device).least_bytes() for each in budgets)
     if group is not None:
-        # All processes raise, so all call this; all report the bytes of the process with the least spare room.
+        # All processes got the error, so all call this. They report the bytes of the process that lacks most.
         all_of_them = gather_objects((least, held, limit), group, device)
         least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
@@ -197,7 +197,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     )
     if group is None:
         raise tightest.refuse(limit, more) from error
-    # With several processes, the bytes in `more` may be those of another process.
+    # With several processes, the bytes in `more` may be those of another process than `min_bytes`.
     raise InfeasibleError(
         f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage
     ) from error
