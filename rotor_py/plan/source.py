@@ -45,14 +45,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-_MOST_READ = 8  # Number of translated sequences to cache. A guess: each forward in flight may follow its own.
+_MOST_READ = 8  # Number of translated sequences to cache. A guess: each forward in flight may follow another one.
 
 
 @dataclass(frozen=True, slots=True)
 class Following:
     """How to run a forward: by `sequence`, in the storage modes of `measurement`, offloading to `tier`.
 
-    `smaller` makes plans after an out-of-memory error. `changed` gets the names of stages that cannot be recomputed.
+    `smaller` makes plans with less memory after an out-of-memory error; with None, the error is raised. The forward and
+    its backward add to `changed` the names of stages that could not be recomputed.
     """
 
     sequence: Sequence
@@ -62,11 +63,11 @@ class Following:
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
     changed: set[str] | None = None
-    goes_on: bool = False  # run captured graphs other than the planned ones without a plan, instead of raising
+    goes_on: bool = False  # whether to run a captured graph that is not the planned one without a plan, or raise
 
 
 class SequenceExecutor:
-    """Runs stages of `model` by sequences. Caches the last ones as `Instructions`, each with runners of its stages."""
+    """Runs the stages of `model` in the order of a sequence. Caches the last sequences, translated, with runners."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -81,13 +82,13 @@ class SequenceExecutor:
         how: Following,
         context: tuple[Any, ...] = (),
     ) -> Any:
-        """Run `stages` on `value` so that their backward follows `how.sequence`; `make` makes runners of the stages."""
-        # Compare by identity: comparing thousands of operations would take longer than small stages do.
+        """Run `stages` on `value` so that their backward follows `how.sequence`. `make(how)` returns their runners."""
+        # Compare objects by identity: comparing thousands of operations would take longer than a small stage takes.
         key = how.sequence, stages, how.measurement, how.preserve_rng_state
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
             instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(how), is_sharded(self._model)
-            # A region first runs its stages without storage options; `regions.run` sets those of stored stages itself.
+            # With sharding, pass runners without storage options: `regions.run` sets the options of stored stages.
             read = key, instructions, whole if sharded else whole.by(instructions.options), sharded
             self._read = [*self._read[1 - _MOST_READ :], read]
         _, instructions, runners, sharded = read
@@ -101,7 +102,7 @@ class SequenceExecutor:
             return Tape(runners, instructions, tier=how.tier, context=context, changed=how.changed).forward(value)
 
     def execute_graph(self, how: Following, cut: Cut, value: Any) -> Any:
-        """Run the stages of a captured graph on `value`; `cut` has them as captured for the shapes of this call."""
+        """Run the stages of a captured graph on `value`. `cut` has the stages for the shapes of `value`."""
         from rotor_py.capture.captured_graph import runners_of, shared_apart
 
         for _, layer in cut.prefix:
@@ -114,32 +115,35 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-_LEAST_BYTES = 2**20  # Layers that save less are not captured to be stored in part. A guess: capturing takes seconds.
+# Least bytes that autograd saves in a layer that is captured, to be stored in part. A guess: capturing takes seconds.
+_LEAST_BYTES = 2**20
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."  # package whose layers without inner layers are single operators
 
 
 class LayerParts:
-    """Finds how layers of one model can be stored in part. `sharded`: whether `fully_shard` was applied to the model.
+    """Finds storage modes in which a layer of one model stores only part of its saved tensors.
 
-    Captures one of the layers that compute the same, and only if partial storage can save enough bytes to matter.
+    `sharded`: whether `fully_shard` was applied to the model. Of layers that compute the same, captures only one, and
+    only if it saves enough bytes.
     """
 
     def __init__(self, *, sharded: bool = False) -> None:
         self._sharded = sharded
         self._found: dict[int, CapturedLayer] = {}  # by the id of the layer, which the value keeps alive
-        self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of a kind, if it can be stored in part
+        # by kind of layer, the first layer of the kind; None if it cannot be stored in part
+        self._kinds: dict[Hashable, CapturedLayer | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle no entries: they are bound to these layers, and a copied model finds its own."""
+        """Omit the found layers: a copy of the model captures its own."""
         return {**self.__dict__, "_found": {}, "_kinds": {}}
 
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
-        """Find the partial storage modes of a layer on the input `value`, once for each `kind` of layer.
+        """Find the modes that store the layer `function` in part, on the input `value`; once for each `kind` of layer.
 
-        Autograd saves `saved_bytes` for its backward, not counting its parameters, input and output.
+        Autograd saves `saved_bytes` for the layer's backward, without its parameters, input and output.
         """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
@@ -150,13 +154,13 @@ class LayerParts:
             self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
 
     def of(self, function: nn.Module) -> StageOffers | None:
-        """Return the offers of partial storage found for a layer; None if it has none."""
+        """Return a layer's offers of partial storage; None if `look_at` has found none."""
         return self._found.get(id(function))
 
     def planned(self, function: nn.Module, name: str, ways: Items[str], keepers: Container[str]) -> StageOffers | None:
-        """Return the offers of partial storage of a layer that a plan stores in `ways`, with `keepers` or without."""
+        """Return a layer's offers for the storage modes `ways` of a plan, some of which are combined with `keepers`."""
         own = dict.fromkeys(each for each in (own_of(way, keepers) for way in ways) if each is not None)
-        if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
+        if own and id(function) not in self._found:  # not measured: the plan is from a file, or the model is a copy
             from rotor_py.capture.captured_layer import CapturedLayer
 
             self._found[id(function)] = CapturedLayer(function, name, tuple(own), sharded=self._sharded)
@@ -170,7 +174,7 @@ class LayerParts:
 
 
 def _may_gain(function: nn.Module, value: Any) -> bool:
-    """Whether a layer can be captured, and may consist of several operators."""
+    """Whether a layer can be captured, and may run several operators, so that part of their results can be stored."""
     operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
     tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
     plain = all(type(each) in _PLAIN and layout_of(each) is None for each in tensors)
@@ -180,7 +184,7 @@ def _may_gain(function: nn.Module, value: Any) -> bool:
 
 
 class LayerSource(SequenceExecutor):
-    """The layers of an `nn.Sequential`, nested or not, as stages. A plan covers no input larger than its own."""
+    """The layers of an `nn.Sequential`, nested ones included, as stages. A plan serves batches up to its own size."""
 
     captured = False
     answers = None
@@ -190,7 +194,7 @@ class LayerSource(SequenceExecutor):
         self._parts = LayerParts(sharded=is_sharded(model))
 
     def renewed(self) -> LayerSource:
-        """Return a source of the same model's stages without anything measured, for another kind of step."""
+        """Return a new source for the same model, without measured stages, for another kind of step."""
         return LayerSource(self._model)
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -202,7 +206,7 @@ class LayerSource(SequenceExecutor):
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether `value` differs from the spec `planned` at most by fewer samples: memory of others is unknown."""
+        """Whether `value` differs from the spec `planned` at most by fewer samples, so that its memory is known."""
         return covers(planned, value)
 
     def measure(
@@ -216,23 +220,23 @@ class LayerSource(SequenceExecutor):
         with operators(), attributes_kept(self._model, caches=False), counters_aside():
             found = cut(self._model, value, device)
             measurement = measure(found, value, device, options, parts)
-        # Set these only now: after an error, the earlier plan stays in use.
+        # Replace these only after measuring: if that raises, the earlier plan, which reads them, stays in use.
         self._parts, self._read = parts, []
         return [MeasuredCut(found, measurement)], value
 
     def follow(self, cut: Cut) -> None:
-        """Do nothing: a chain of layers has a single variant, which `run` receives as `cut`."""
+        """Do nothing: a chain of layers has a single variant of its stages, which `run` gets as `cut`."""
 
     def same_graph(self, other: Source) -> bool:
-        """Whether the stages of both are equal except for sizes: layers of one model always are."""
+        """Return True: the stages of two sources of one chain are its layers, and differ at most in sizes."""
         return True
 
     def adopt(self, plan: Plan) -> Cut:
-        """Cut as in a plan from a file. Raises PlanMismatchError if the plan was made for another model."""
+        """Return the stages of a plan from a file. Raises PlanMismatchError if the plan was made for other layers."""
         return plan.cut(layers(self._model))
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
-        """Run the model forward on `value`, so that its backward follows the sequence."""
+        """Run the model forward on `value`, so that its backward follows `how.sequence`."""
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
@@ -250,7 +254,7 @@ class LayerSource(SequenceExecutor):
 
 
 class GraphSource(SequenceExecutor):
-    """Stages of graphs that TorchDynamo captures, anew for larger inputs. An input is a pair (arguments, keywords)."""
+    """The stages of a model's graph, which TorchDynamo captures. Inputs are pairs (arguments, keyword arguments)."""
 
     captured = True
 
@@ -264,7 +268,7 @@ class GraphSource(SequenceExecutor):
 
     @property
     def answers(self) -> tuple[bool, ...] | None:
-        """What the measured batch answered to the model's conditions on data, such as padding; None if unknown."""
+        """Results of the model's conditions on the measured batch, such as whether it has padding; None if unknown."""
         return self._session.answers
 
     def renewed(self) -> GraphSource:
@@ -275,7 +279,7 @@ class GraphSource(SequenceExecutor):
         return as_entered(self._model, given) if dist.is_initialized() else given
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether no tensor of `value` is larger than in `planned` in any dimension. `run` refuses other graphs."""
+        """Whether no dimension of a tensor in `value` is larger than in `planned`. `run` refuses other graphs."""
         return reaches(planned, value)
 
     def measure(
@@ -289,8 +293,8 @@ class GraphSource(SequenceExecutor):
 
         Returns the measured variants of the main graph's stages: first those with compiled stages, last the uncompiled
         one, which runs until `follow` sets another. Also returns all values that the caller holds during the step:
-        arguments, keywords, and what all stages share. `room` maps the uncompiled step's measurement and these values
-        to the budget for a graph compiled as one stage.
+        arguments, keyword arguments, and values that all stages share. `room` maps the uncompiled step's measurement
+        and these values to the budget for a graph compiled as one stage.
         """
         arguments, keywords = value
         within = room and (lambda plain, shared: room(plain, (arguments, keywords, shared)))
@@ -304,12 +308,12 @@ class GraphSource(SequenceExecutor):
         return isinstance(other, GraphSource) and self._session.same_graph(other._session)
 
     def adopt(self, plan: Plan) -> None:
-        """Have the graph be cut as in a plan from a file when it is captured."""
+        """Have the graph cut as in a plan from a file, when the first step captures it."""
         self._session.cut_layers = partial(_cut_as_saved, plan, self._compiler)
         self._session.answers = tuple(plan.answers)
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
-        """Run the model. PlanMismatchError if its graph is not the planned one: OtherDataError if data cause this."""
+        """Run the model. PlanMismatchError if its graph is not the planned one; OtherDataError if data cause that."""
         arguments, keywords = value
         # Dynamo calls `execute_graph` during the forward.
         by_plan = partial(self.execute_graph, how)
@@ -336,8 +340,9 @@ Source = LayerSource | GraphSource
 def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
     """Return a `LayerSource` for a chain, which needs no capture, and a `GraphSource` for any other model.
 
-    With Inductor's options as `compile`, chains are captured, too, since compiled layers would lose side effects; and
-    so are models that `fully_shard` gathers in another dtype, since FSDP's hooks, absent in measuring, cast inputs.
+    Two chains are captured, too: one to compile with the options `compile` of Inductor, since compiled layers would
+    lose side effects, and one whose parameters `fully_shard` gathers in another dtype: FSDP's hooks, which do not run
+    during measurements, would cast its inputs.
     """
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))

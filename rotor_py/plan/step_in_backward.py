@@ -5,16 +5,16 @@
 #  1. The user's own optimizer steps each parameter. Meanwhile, its only group has the settings of the parameter's group
 #     and this one parameter: so state, schedulers and state dict are those of plain training. Only the user's own
 #     `optimizer.step()` calls the optimizer's hooks, once in each step.
-#  2. Parameters are stepped only in a backward through the output of a planned forward. The number of its graph task
-#     identifies it: a hook on the output notes the number, and hooks on parameters do nothing in other backwards.
-#     Backwards of other losses leave gradients in `grad`, as usual, as do parameters that the optimizer does not have.
+#  2. Parameters are stepped only in a backward through the output of a planned forward. A hook on the output notes the
+#     number of the backward's graph task, and hooks on parameters do nothing in backwards with another number. So
+#     backwards of other losses leave gradients in `grad`, as usual, as do all for parameters that no group contains.
 #  3. A parameter's hook is called once in a backward, after the backward of all its uses. So no stage that reads the
 #     parameter can be recomputed later, unless the stage detaches the parameter. Then the recompute finds a changed
 #     parameter and raises an error (`StageChangedError`).
-#  4. `optimizer.step()` marks the end of a step. It finds no gradients, and does nothing. A second backward before it
-#     would accumulate gradients; it is refused before any parameter is stepped.
-#  5. Until then, a stepped parameter has a `ConsumedGradient`, which raises when it is read. `optimizer.step()` removes
-#     it, as do `zero_grad()` and the next forward.
+#  4. The user's `optimizer.step()` finds no gradients of these parameters, and only ends the step. A second backward
+#     before it would accumulate gradients: it raises an error before any parameter is stepped again.
+#  5. Between its step and `optimizer.step()`, a parameter's `grad` is a `ConsumedGradient`, which raises when it is
+#     read. `zero_grad()` and the next forward remove it, too.
 
 Between backward and optimizer step, a loop may clip, unscale, accumulate or log gradients. If `grad` were None, this
 code would silently do nothing. So `grad` is a tensor without storage that raises an error when it is read.
@@ -45,7 +45,7 @@ _last: list[int] = []
 @functools.cache
 def detect_scaled_losses() -> None:
     """Detect losses scaled by a `GradScaler` from now on."""
-    # Patch `scale`: nothing else shows a scaler before the backward, and after it the parameters have been stepped.
+    # Patch `scale`: before the backward, which steps the parameters, nothing else shows that there is a scaler.
     scaler: Any = torch.amp.GradScaler
     scale = scaler.scale
 
@@ -69,7 +69,7 @@ class SpentGradientError(DescribedError, RuntimeError):
 
 
 class ConsumedGradient(torch.Tensor):
-    """Replaces a parameter's used gradient, takes no memory, and raises SpentGradientError when it is read."""
+    """Replaces a gradient with which its parameter was stepped. Takes no memory; raises SpentGradientError if read."""
 
     __torch_function__ = torch_compat.disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, untyped
 
@@ -103,24 +103,24 @@ _one_at_a_time = threading.Lock()  # a backward on several devices has a thread 
 
 
 class Stepper:
-    """Steps the parameters of `model` that `optimizer` has, in backwards through outputs of its planned forwards."""
+    """Steps the parameters of `model` that are in `optimizer`, in backwards through outputs of planned forwards."""
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._groups: dict[int, dict[str, Any]] = {}  # the group of each stepped parameter, by the parameter's id
         self._hooked: dict[int, nn.Parameter] = {}
         self._task = _NO_TASK  # number of the last backward pass through the output of a planned forward
-        self._stepped_in = _NO_TASK  # the last pass that has stepped a parameter, until the user's `optimizer.step()`
-        self._has = self._ids_of_both()  # the ids of the model's parameters that the optimizer had at the last forward
+        self._stepped_in = _NO_TASK  # number of the pass that stepped parameters since the last `optimizer.step()`
+        self._has = self._ids_of_both()  # ids of the model's parameters that were in the optimizer at the last forward
         detect_scaled_losses()
-        # With weak references, since the optimizer may outlive this object.
+        # Register weak references: the optimizer, which holds the hooks, may outlive this object.
         optimizer.register_step_pre_hook(_weakly(self._about_to_step))
         optimizer.register_step_post_hook(_weakly(self._has_stepped))
 
     def before_forward(self, *, in_flight: bool) -> bool:
-        """Prepare a forward whose backward steps. Return whether the optimizer has lost or gained parameters.
+        """Register hooks for a backward that steps. Return whether the optimizer has lost or gained parameters.
 
-        Raises InvalidStateError if other forwards are `in_flight`, or parameters to step have gradients.
+        Raises InvalidStateError if other forwards are `in_flight`, or if parameters to step have gradients already.
         """
         refuse_optimizer(self._optimizer)
         if in_flight:
@@ -134,7 +134,7 @@ class Stepper:
         for parameter in mine:
             if self._hooked.get(id(parameter)) is not parameter:
                 self._hooked[id(parameter)] = parameter
-                # With a weak reference, since a hook lives as long as its parameter, which may outlive this object.
+                # Register a weak reference: the parameter, which holds the hook, may outlive this object.
                 parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_whole))
         return before != self._has
 
@@ -144,7 +144,7 @@ class Stepper:
                 tensor.register_hook(self._begin)  # the graph holds the hook, which is freed with it
 
     def _about_to_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remove consumed gradients before the user's `optimizer.step()`, and after the backward of its closure."""
+        """Remove consumed gradients before `optimizer.step()`, and after each call of its closure, if it has one."""
         self.remove_consumed()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -161,7 +161,7 @@ class Stepper:
         self._stepped_in = _NO_TASK
 
     def _gradient_whole(self, parameter: nn.Parameter) -> None:
-        """Step `parameter`, whose gradient is complete, if the running backward goes through a planned forward."""
+        """Step `parameter`, whose gradient is complete, if the backward goes through a planned output."""
         group = self._groups.get(id(parameter))
         if group is None or current_task() != self._task:
             return
@@ -191,7 +191,7 @@ class Stepper:
     def _ids_of_both(self) -> frozenset[int]:
         # Read again each time: groups may be added, and `load_state_dict` replaces them.
         self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
-        # Frozen parameters, too: `requires_grad` belongs to the kind of step, and may change from step to step.
+        # Include frozen parameters: `requires_grad` belongs to the kind of step, and may change from step to step.
         return frozenset(key for key in map(id, self._model.core.parameters()) if key in self._groups)
 
     def remove_consumed(self) -> None:
