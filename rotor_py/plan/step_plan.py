@@ -31,13 +31,14 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_py.units import format_bytes
 from rotor_solver import ForwardEnable, Loss, Sequence, store_all
 
-# Maximum number of forms (see `note_form`) kept per plan. A guess: each has a step watched; random models have many.
+# Maximum number of forms (see `note_form`) per plan. A guess: each form costs a watched step, and a model that skips
+# layers at random has many forms.
 _MOST_FORMS = 32
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan for one kind of step. From a file, it has no `spec` before its first step, and of a graph no `cut`."""
+    """The plan for one kind of step. `spec` is None for a plan file before the first step; `cut` for a file's graph."""
 
     source: Source
     measurement: Measurement
@@ -46,13 +47,14 @@ class StepPlan:
     cut: Cut | None
     file: Plan | None = None
     sequence: Sequence | None = None
-    agreed: Sequence | None = None  # the last sequence that all processes that train together have agreed to follow
-    # the sequence to continue with, beyond the limit, if a late optimizer leaves no room for any plan
+    agreed: Sequence | None = None  # the last sequence that all processes, training together, have agreed to follow
+    # the sequence before an undeclared optimizer was detected: steps keep it, beyond the limit, if no other one fits
     last_resort: Sequence | None = None
     solved_with: tuple[float | str | None, int] | None = None  # `Settings.solved_with` when the sequence was found
-    found: Sequence | None = None  # the sequence that solving found; the user has set `sequence` if it is another
-    most_in_flight: int = 1  # the most forwards in flight at once while one of them followed this plan
-    in_reverse: int = 0  # number of steps, with as many in flight as planned, whose last forward went backward first
+    found: Sequence | None = None  # the sequence that the last solve found; if `sequence` differs, the user has set it
+    most_in_flight: int = 1  # largest number of forwards in flight at once of which one followed this plan
+    # number of steps, with as many forwards in flight as planned, in which the last forward went backward first
+    in_reverse: int = 0
     in_other_order: bool = False  # whether a forward has gone backward while a later one was in flight
     fresh_gradients: bool = False  # whether gradients are freed between steps
     watched: Sequence | None = None  # the sequence of the last step that was watched to its end
@@ -62,16 +64,16 @@ class StepPlan:
     overruns: int = 0  # number of watched steps that exceeded the limit
     # names of stages that could not be recomputed in an earlier step, since a value that they read had changed
     changed: set[str] = field(default_factory=set)
-    told_bytes: int = 0  # the largest peak that a warning has named
+    told_bytes: int = 0  # bytes of the largest peak that a warning has named
     steps: int = 0  # number of forwards by this plan that began with no other in flight
     forms: set[tuple[object, ...]] = field(default_factory=set)  # forms of its steps so far (see `note_form`)
     # `mem_limit` when the device ran out of memory, and the lower limit, in bytes, that steps keep since then
     reduced: tuple[float | str | None, int] | None = None
-    # variants of its stages, if there are several: some, all or none compiled; `cut` is that of one variant
+    # measured variants of its stages (some, all or none compiled), of which `cut` is one; empty without `compile`
     ways: tuple[MeasuredCut, ...] = ()
-    # whether the graph was compiled as a whole for more room than the last solve had
+    # whether the graph was compiled as one stage for more bytes than the last solve had for it
     compiled_for_larger_budget: bool = False
-    # bytes of copies that undo a stage that runs out of memory (`oom_replanning.guarded`); None if none is undone
+    # bytes of copies that restore a stage after an out-of-memory error (`oom_replanning.guarded`); None without copies
     guard_bytes: int | None = None
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
@@ -80,13 +82,13 @@ class StepPlan:
 
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
-        """Return a step plan with the costs and sequence of a file. PlanMismatchError if it is for another model."""
+        """Return a step plan with the costs and sequence of a file. PlanMismatchError if the file's layers differ."""
         plan = cls(source, file.costs.measurement, file.costs.budget, None, source.adopt(file), file, file.sequence)
         plan.fresh_gradients = file.fresh_grads
         return plan
 
     def compare_with_file(self, spec: StepSpec, value: Any, model: TrainedModel) -> None:
-        """Raise PlanMismatchError if model or input differ from the file's; compare only if they have changed."""
+        """Raise PlanMismatchError if model or input differ from the file's. Compares only what has changed."""
         assert self.file is not None
         known = self.spec
         if known is None or known.model != spec.model:
@@ -99,7 +101,7 @@ class StepPlan:
 
     @property
     def followed(self) -> Sequence:
-        """The sequence that steps by this plan follow. The plan must have been solved."""
+        """The sequence that steps by this plan follow, once the plan has been solved."""
         assert self.sequence is not None
         return self.sequence
 
@@ -119,34 +121,34 @@ class StepPlan:
 
     def note_form(self, form: tuple[object, ...]) -> None:
         """Have the next step watched if no step had this `form` before, as in a new phase of training. A form holds the
-        numbers of autograd nodes and backward passes of a step, and modes of the passes.
+        numbers of autograd nodes and backward passes of a step, and whether each pass retained or created a graph.
         """
         if form not in self.forms and len(self.forms) < _MOST_FORMS:
             self.forms.add(form)
             self.watched = None
 
     def unlimited(self, settings: Settings) -> bool:
-        """Whether steps have no limit: none was given, and the plan follows a strategy by hand, which needs none."""
+        """Whether steps have no limit: the user gave none, and a strategy by hand, which needs none, made the plan."""
         by_hand = settings.by_hand is not None if self.file is None else not self.file.limited
         return by_hand and settings.mem_limit is None
 
     def found_for(self, settings: Settings) -> bool:
-        """Whether its sequence comes from solving, and not from a strategy by hand, a file, or the user."""
+        """Whether a solver found its sequence; False if it is from a strategy by hand, from a file or from the user."""
         return self.file is None and settings.by_hand is None and self.sequence is self.found
 
     def why_it_stays(self, model: TrainedModel) -> str | None:
-        """Return why the plan stays after a step over its limit, as a sentence for a warning; None if it may change."""
+        """Return a sentence that says why the plan stays, though a step exceeded the limit; None if it may change."""
         if self.file is not None:
             return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
         if model.settings.by_hand is not None:
             return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
         if not model.alone:
-            # Processes that saw no overrun would not join the solve, and all would wait.
+            # To solve again needs all processes. Those in which no step exceeded the limit would not take part.
             return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
         return None
 
     def is_for(self, spec: StepSpec) -> bool:
-        """Whether it was measured for this kind of step. False for a plan from a file (see `compare_with_file`)."""
+        """Whether the plan was measured for this kind of step; False if it is from a file (see `compare_with_file`)."""
         texts = not self.source.captured
         return self.file is None and self.spec is not None and self.spec.same_step(spec, texts=texts)
 
@@ -154,7 +156,7 @@ class StepPlan:
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
 
     def restore_effects(self) -> None:
-        # Several plans share the layers, of which measuring another kind of step may have noted other effects.
+        # Effects are remembered per layer, and plans share layers: measuring for another plan may have replaced them.
         for function, effects in zip(self.functions, self._effects, strict=True):
             remember_effects(function, effects)
 
@@ -177,7 +179,7 @@ class StepPlan:
         return found or [(self.budget, self.measurement)]
 
     def turn_to(self, way: MeasuredCut) -> None:
-        """Run this variant of the stages from the next forward on."""
+        """Have forwards run this variant of the stages from now on."""
         if self.cut is way.cut:
             return
         self.budget, self.measurement, self.cut = self.budget_of(way), self._measurement_of(way), way.cut
@@ -187,7 +189,7 @@ class StepPlan:
         self._effects = tuple(recall_effects(function) for function in self.functions)
 
     def stored_by(self, sequence: Sequence) -> set[str]:
-        """Return the names of the stages that a sequence stores in the forward, with their graphs."""
+        """Return the names of the stages that run graph-attached when they first run in `sequence`."""
         first: dict[int, bool] = {}
         for each in sequence.operations:
             if not isinstance(each, Loss):
@@ -195,7 +197,7 @@ class StepPlan:
         return {self.measurement.names[stage] for stage, stored in first.items() if stored}
 
     def store_changed(self, settings: Settings) -> None:
-        """Have the next solve store the stages that could not be recomputed, unless the user chose the sequence."""
+        """Have the next solve store the stages in `changed`, which could not be recomputed, if a solver may do so."""
         names, self.changed = self.changed, set()
         stages = {i for i, name in enumerate(self.measurement.names) if name in names}
         unrepeatable = tuple(sorted(stages.union(self.measurement.unrepeatable)))
@@ -209,7 +211,7 @@ class StepPlan:
     def without_budget(self) -> Iterator[None]:
         """Inside the context, compiled stages save the tensors that the compiler chooses without a limit.
 
-        Those of a captured model's plan from a file are compiled at the model's first step, and stay as they are.
+        Does nothing for a captured model's plan from a file, whose stages are compiled at the model's first step.
         """
         if self.cut is None:
             yield
@@ -225,7 +227,7 @@ class StepPlan:
             self.source.follow(self.cut)
 
     def summary(self, model: TrainedModel) -> str:
-        """Return one line of text: limit, fixed memory, least limit, peak, and more time than storing everything."""
+        """Return one line of text: limit, fixed memory, least limit, peak, and time beyond that of storing all."""
         budget, sequence, stored = self.budget, self.followed, store_all(self.budget.chain)
         plain, planned = budget.makespan(stored), budget.makespan(sequence)
         overhead = planned / plain - 1 if plain else 0.0
@@ -246,8 +248,8 @@ class StepPlan:
         return replace(way.measurement, loss=now.loss, outputs_held=now.outputs_held, output_held=now.output_held)
 
     def solve_again(self) -> None:
-        # Two optimizers may be detected before the next forward: the second must not overwrite `last_resort`, since
-        # the first has left no sequence.
+        # If two optimizers are detected before the next forward, keep `last_resort` of the first: the second finds no
+        # sequence to put there.
         if self.sequence is not None:
             self.last_resort, self.sequence = self.sequence, None
 

@@ -1,6 +1,6 @@
 """Keep a plan for each kind of step that a model takes in turn, and choose or make the plan for the next step.
 
-Kinds of steps alternate, for example, if a GAN's discriminator trains in every other step, or if adapters switch.
+Kinds of steps alternate, for example, if a GAN trains its discriminator in every other step, or if adapters switch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
-# Maximum number of waiting plans; the one that has waited longest is dropped. A guess: a GAN has two or three.
+# Maximum number of waiting plans: one more, and the oldest is dropped. A guess: a GAN has two or three.
 _MOST_WAITING = 8
 _MOST_PLANS = 16  # Number of plans for ever larger inputs after which a warning is logged. A guess: each takes seconds.
-# Maximum number of remembered refusals. A guess: a data set has few shapes that are too large.
+# Maximum number of steps remembered because no plan fits them. A guess: few shapes in a data set are too large.
 _MOST_REFUSED = 16
 
 
@@ -38,7 +38,7 @@ class StepPlans:
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
-        # steps for which no plan fits the limit: later ones that are as large are refused without measuring
+        # steps for which no plan fits the limit, and their errors: later steps as large are refused without measuring
         self._refused: list[tuple[StepSpec, InfeasibleError]] = []
         self._grown = 0  # number of plans made for an input that no plan covered
         self.begin_anew()
@@ -47,12 +47,12 @@ class StepPlans:
         settings = self.model.settings
         self.in_use: StepPlan | None = None
         self._waiting: list[StepPlan] = []
-        # source of stages without anything measured
+        # source of stages, none of them measured
         self.blank = source_of(self.model.core, settings.granularity, settings.inductor)
 
     @contextmanager
     def kept_on_error(self) -> Iterator[None]:
-        """Restore the present plans after an error inside the context: they still serve other steps."""
+        """After an error inside the context, restore the plans from before it, which still serve other steps."""
         in_use, waiting = self.in_use, list(self._waiting)
         try:
             yield
@@ -63,11 +63,11 @@ class StepPlans:
             raise
 
     def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-        """Event 1: measure a step on `value`; its plan is the one in use from now on. The one before may wait."""
+        """Event 1: measure a step on `value`, put its plan in use and return it. The plan used before may then wait."""
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
         plan = guarded(plan) if self.model.settings.on_oom == "replan" else plan
-        if self.in_use is not None and self.in_use.file is None:  # store the stages that it had to store, too
+        if self.in_use is not None and self.in_use.file is None:  # store the stages that the plan before had to store
             measured = self.in_use.measurement
             plan.changed = {*self.in_use.changed, *(measured.names[stage] for stage in measured.unrepeatable)}
             plan.store_changed(self.model.settings)
@@ -78,7 +78,7 @@ class StepPlans:
         return plan
 
     def refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
-        """Raise InfeasibleError if model, optimizer state and batch exceed the limit; with several processes, warn."""
+        """Raise InfeasibleError if model, optimizer state and batch exceed the limit. With several processes, warn."""
         error = self.model.static_infeasibility(value, self.model.device_of(spec.input))
         if error is None:
             return
@@ -90,7 +90,7 @@ class StepPlans:
         _log.warning("%s", error, extra=fields_of(error))
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
-        """Event 5: put a plan with a sequence for a step on `value` in use. `in_flight`: whether other forwards are."""
+        """Event 5: put a solved plan for a step on `value` in use. `in_flight`: whether another forward is."""
         plan = self.in_use
         if plan is not None and plan.file is not None:
             as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
@@ -98,7 +98,7 @@ class StepPlans:
                 plan.compare_with_file(spec, value, self.model)
                 agree(plan, self.model)
                 return
-        # Most steps equal the one before: no waiting plan would serve better than the plan in use.
+        # Look for another plan only if this step differs from the one before.
         if plan is None or plan.file is not None or plan.spec is None or not plan.spec.identical(spec):
             plan = self._turn_to(spec)
             if plan is None or not self.blank.covers(plan.input_spec, spec.input):
@@ -111,20 +111,21 @@ class StepPlans:
             if not in_flight:
                 make_room_for_forwards(plan, self.model)
         except InfeasibleError as error:
-            # The plan may have been measured on a larger input, as with `measure()`. A plan for this input may fit.
+            # If the plan was measured on a larger input, as with `measure()`, a plan for this input may fit.
             assert plan.spec is not None
             self._remember_refused(plan.spec, error)
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
                 raise
         else:
-            # A late optimizer or a smaller limit left less room than the graph was compiled for: compile it again.
+            # An undeclared optimizer or a smaller limit may leave fewer bytes than the graph was compiled for: if so,
+            # compile it again.
             if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
                 return
             plan.compiled_for_larger_budget = False
         self.plan_for(spec, value)
 
     def plan_for(self, spec: StepSpec, value: Any) -> None:
-        """Measure and solve for a step on `value`. On an error, the earlier plans stay."""
+        """Measure and solve for a step on `value`. If that raises, the earlier plans stay."""
         known = None if self.in_use is None else self.in_use.spec
         grows = known is None or (known.model == spec.model and not self.blank.covers(known.input, value))
         with self.kept_on_error():
@@ -141,20 +142,20 @@ class StepPlans:
         """Event 7: measure and solve for gradients kept between steps; InfeasibleError if no plan has room for them."""
         assert self.in_use is not None
         self.model.settings.fresh_grads = False
-        self._waiting = []  # plans made for freed gradients, too
+        self._waiting = []  # these plans, too, assume that gradients are freed
         spec = replace(StepSpec.of(self.model.core, value), answers=self.in_use.source.answers)
         with self.kept_on_error():
             agree(self.measure(spec, value), self.model)
 
     def for_other_graphs(self, spec: StepSpec) -> Iterator[StepPlan]:
-        """Yield each waiting plan that may serve a step like `spec`, one after the other, as the plan in use."""
+        """Put each waiting plan that may serve a step like `spec` in use, one after the other, and yield it."""
         for each in list(self._waiting):
             if each.is_for(spec) and self.blank.covers(each.input_spec, spec.input):
                 self._put_in_use(each, spec.model)
                 yield each
 
     def optimizer_detected(self) -> None:
-        """Event 6: count undeclared optimizers, and solve again if they do not fit. If nothing fits, only warn."""
+        """Event 6: count undeclared optimizers in all plans; solve again if they do not fit; warn if no plan does."""
         model, plan, cost = self.model, self.in_use, self.model.counted_optimizer()
         # Plans of a strategy by hand have no limit.
         spec = None if plan is None else plan.input_spec
@@ -163,7 +164,7 @@ class StepPlans:
             each.count_optimizer(cost)
             if each.sequence is None or limit is None:
                 continue
-            # Solve agreed plans again even if this process has room: others may have none, and all solve together.
+            # Solve agreed plans again even if they fit here: they may not fit in another process, and all must solve.
             if each.agreed is not None or each.budget.peak_bytes(each.sequence) > limit:
                 each.solve_again()
         if plan is None:  # a later plan counts the optimizers when it is made
@@ -183,8 +184,8 @@ class StepPlans:
                 warn_beyond_the_limit(error)
 
     def take_along(self, plan: StepPlan | None) -> None:
-        """Event 11: for a copied model, use the original's `plan`, unless its graph is bound to the original."""
-        # `spec` has the original's layers, so the copy's first step is compared with the file again, or measured.
+        """Event 11: for a copied model, use the original's `plan`, unless its graph holds the original's parameters."""
+        # `spec` is for the original's modules, so the copy's first step is compared with the file again, or measured.
         if plan is not None and not self.blank.captured:
             self.in_use = replace(plan, source=self.blank)
         elif plan is not None and plan.file is not None:
@@ -197,7 +198,7 @@ class StepPlans:
         self._raise_if_refused(spec)
         plan = self.in_use
         known = None if plan is None else plan.spec
-        # Count only plans for larger inputs: other states of the model may need many plans without growing inputs.
+        # Do not warn if the model's state differs: many plans for many states are no sign of growing inputs.
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             _log.warning(
                 f"call measure() once with the largest input to come: {_MOST_PLANS} plans have been made, each for an "
@@ -219,7 +220,7 @@ class StepPlans:
         return self.measure(spec, value)
 
     def _remember_refused(self, spec: StepSpec, error: InfeasibleError) -> None:
-        # Copy the error without its traceback, which would hold the step's frames and their tensors.
+        # Copy the error: the copy lacks the traceback, which would hold the step's frames and their tensors.
         self._refused = [*self._refused, (spec, copy(error))][-_MOST_REFUSED:]
 
     def _raise_if_refused(self, spec: StepSpec) -> None:
@@ -228,11 +229,11 @@ class StepPlans:
             alike = refused.model == spec.model and self.blank.covers(spec.input, refused.input)
             if not alike or not same_kind(spec.input, refused.input) or limit > error.mem_limit:
                 continue
-            if all(refused.answers or ()) or refused.answers == spec.answers:  # a batch without a mask needs least
+            if all(refused.answers or ()) or refused.answers == spec.answers:  # no mask needs fewest bytes
                 raise copy(error)
 
     def _turn_to(self, spec: StepSpec) -> StepPlan | None:
-        """Put a plan for steps like `spec` in use, if possible one that covers its input; return it, or None."""
+        """Put a plan for this kind of step in use, if possible one that covers its input; return it, or None."""
         known = self._waiting if self.in_use is None else [self.in_use, *self._waiting]
         found = [each for each in known if each.is_for(spec)]
         if not found:
@@ -246,7 +247,7 @@ class StepPlans:
         return best
 
     def _put_in_use(self, plan: StepPlan, present: ModelState) -> None:
-        """Put a waiting plan in use again; have it solved again if limit, slots or gradients have changed."""
+        """Put a waiting plan in use again; have it solved again if limit, slots or present gradients differ."""
         if plan is self.in_use:
             return
         waiting = [*self._waiting, *([] if self.in_use is None else [self.in_use])]
@@ -255,13 +256,13 @@ class StepPlans:
         self.in_use = plan
         model, settings = self.model, self.model.settings
         device, stepped = model.device_of(plan.input_spec), model.stepped()
-        # Steps of other kinds may have left gradients.
+        # Count gradients that steps of other kinds have left.
         grown = plan.budget.with_gradients_of(model.core, device, fresh=settings.fresh_grads, stepped=stepped)
         if plan.solved_with != settings.solved_with or grown != plan.budget:
             plan.budget, plan.sequence = grown, None
 
     def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
-        """Keep these plans as the waiting ones, except plans with layers that the model has lost: they hold memory."""
+        """Have these plans wait, except those with modules that the model has lost, whose memory they would hold."""
         same = present.modules, present.parameters
         specs = [(each, each.spec.model) for each in waiting if each.spec is not None]
         kept = [each for each, model in specs if (model.modules, model.parameters) == same]
@@ -269,9 +270,9 @@ class StepPlans:
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:
-    """Give `plan` a sequence that all processes follow: the present one if they have agreed on it, or else solve."""
+    """Give `plan` a sequence that all processes follow: its own if they have agreed on it; otherwise solve for one."""
     group = model.group
-    # Compare as objects: a sequence that the user has set is not agreed upon, even if equal.
+    # Compare identities: a sequence that the user has set is not the agreed one, even if it is equal.
     disagreed = group is not None and plan.agreed is not plan.sequence
     if plan.file is not None:
         if group is not None and disagreed:
@@ -281,7 +282,7 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
         return
     grown = model.with_communication(plan.budget)
     forwards = model.settings.forwards_in_flight
-    if forwards > grown.forwards:  # checked first, in every step: finding the device takes longer
+    if forwards > grown.forwards:  # compared first, since every step does this, and finding the device takes longer
         grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
     if group is not None:
         grown = replace(grown, backward_order=model.settings.backward_order or "any")
