@@ -1,7 +1,7 @@
-"""Describe steps without holding tensors, by the input's spec and the model's state, cheap to read in every step.
+"""Describe a step by the spec of its input and the state of the model, which hold no tensors, and take little time.
 
 `arguments_of` turns a sample into the arguments of a forward. Fingerprints describe model and input in plan files, so
-that an error can name a difference.
+that an error can name what differs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TensorSpec:
         return smaller and all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
 
     def _differs_in_size_alone(self, other: TensorSpec) -> bool:
-        # Compare fields one by one: every step does this for each tensor, and `replace` takes ten times as long.
+        # Compare the fields singly: every step does this for each tensor, and `replace` would take ten times as long.
         return (
             len(other.shape) == len(self.shape)
             and other.dtype == self.dtype
@@ -73,8 +73,8 @@ class TensorSpec:
 
 
 def spec_of(value: Any) -> Any:
-    """Return `value` with a `TensorSpec` instead of every tensor, and other objects as their structure and parts."""
-    # A fast path for most inputs, since every step calls this: pytrees take five times as long.
+    """Return `value` with a `TensorSpec` for every tensor, and its other objects in a form that compares by content."""
+    # Most inputs take this fast path, since every step calls this, and flattening takes five times as long.
     if isinstance(value, torch.Tensor):
         return TensorSpec.of(value)
     kind = type(value)
@@ -86,7 +86,7 @@ def spec_of(value: Any) -> Any:
         return value
     leaves, structure = tree_flatten(value, every=True)
     specs = [_leaf_spec(leaf) for leaf in leaves]
-    # Compare objects by their parts: a step may bring new objects, each of which equals only itself.
+    # Return such objects as their parts: each step may have a new object, which would equal only itself.
     return (structure, specs) if isinstance(structure, Structure) else tree_unflatten(specs, structure)
 
 
@@ -116,7 +116,7 @@ def reaches(planned: Any, value: Any) -> bool:
 def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
     """Whether the same tensors of two specs need gradients, and other values are equal: then one graph may serve both.
 
-    With texts=False, strings may differ, such as each batch's file names: a captured graph shows whether they matter.
+    With texts=False, strings may differ, such as file names in a batch: capturing shows whether these matter.
     """
     return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad, texts=texts)
 
@@ -133,7 +133,7 @@ def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], 
 
 
 def _equal(before: Any, after: Any) -> bool:
-    """Whether two values that are not tensors are equal; NumPy arrays, if all of their elements are."""
+    """Whether two values that are not tensors are equal. NumPy arrays are if all their elements are."""
     try:
         return bool(before == after)  # raises ValueError for arrays, which compare each element
     except ValueError:
@@ -152,7 +152,7 @@ _MODE, _TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("training", "requires_grad",
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Modules, parameters, their properties, and autocast. Two states are equal if one plan serves both."""
+    """Modules, parameters, their properties, and autocast. A plan serves only steps whose states are equal."""
 
     # Modules and parameters by their `id`: `==` of two parameters would compare their elements.
     modules: tuple[int, ...]
@@ -163,19 +163,19 @@ class ModelState:
     devices: tuple[torch.device, ...]
     autocast: tuple[torch.dtype | None, ...]  # autocast's dtype on the CPU and on CUDA; None where it is off
     opened: tuple[str, ...]  # names of a chain's containers whose layers are stages; one with a hook is itself a stage
-    # ids of the hooks on all modules of the process, which a capture reads; none for a chain, whose layers call them
+    # ids of the hooks registered for all modules, which a capture includes; empty for a chain, whose layers call them
     hooks: tuple[int, ...]
-    # whether a trained parameter has a gradient already: not part of the kind of step
+    # whether a trained parameter has a gradient already; not compared, since a plan serves steps with and without
     has_gradients: bool = field(compare=False)
 
     def looks_like(self, other: ModelState) -> bool:
-        """Whether training modes, dtypes, devices and `requires_grad` are equal: also true for a copy of the model."""
+        """Whether training modes, dtypes, devices and `requires_grad` are equal, as they are for a model's copy."""
         mine, theirs = ((each.modes, each.trained, each.dtypes, each.devices, each.opened) for each in (self, other))
         return mine == theirs
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        # Every step calls this. `modules()` and `parameters()` would take longer, since they remove duplicates.
+        # Every step calls this, so do not use `modules()` and `parameters()`, which take longer to remove duplicates.
         with at_rest(model) if dist.is_initialized() else nullcontext():
             modules: list[Any] = [model]
             parameters: list[Any] = []
@@ -183,13 +183,13 @@ class ModelState:
                 modules += [each for each in module._modules.values() if each is not None]
                 parameters += [each for each in module._parameters.values() if each is not None]
             trained = tuple(map(_TRAINED, parameters))
-            # `functional_call` may put in parameters that are not leaves; torch warns if their `grad` is read.
+            # `functional_call` may replace parameters by tensors that are not leaves: reading their `grad` would warn.
             gradients = [each.grad if each.is_leaf else None for each in parameters]
             return cls(
                 modules=tuple(map(id, modules)),
                 modes=tuple(map(_MODE, modules)),
                 parameters=tuple(map(id, parameters)),
-                # One tuple per property: a tuple per parameter would trigger Python's garbage collection more often.
+                # Make a tuple per property: a tuple per parameter would trigger Python's garbage collector more often.
                 trained=trained,
                 dtypes=tuple(map(_DTYPE, parameters)),
                 devices=tuple(map(_DEVICE, parameters)),
@@ -209,7 +209,7 @@ class StepSpec:
 
     model: ModelState
     input: Any
-    # what this batch answers to a captured model's conditions on data, such as padding; None if not known yet
+    # results of a captured model's conditions on this batch, such as whether it has padding; None if not known yet
     answers: tuple[bool, ...] | None = None
 
     @classmethod
@@ -217,11 +217,11 @@ class StepSpec:
         return cls(ModelState.of(model), spec_of(value))
 
     def same_step(self, other: StepSpec, *, texts: bool = True) -> bool:
-        """Whether one plan serves both, except for sizes: same state, and the same tensors need gradients."""
+        """Whether one plan may serve both if sizes allow: equal states, and the same input tensors need gradients."""
         return self._alike(other) and same_kind(self.input, other.input, texts=texts)
 
     def identical(self, other: StepSpec) -> bool:
-        """Whether both are equal by a cheap comparison, so that a plan for one serves and covers the other."""
+        """Whether both are equal, sizes included, by a comparison that takes little time. False if it is unknown."""
         try:
             return self._alike(other) and bool(self.input == other.input)
         except Exception:  # arrays have no truth value, and the user's `__eq__` may raise anything
@@ -270,9 +270,9 @@ def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Return dicts for JSON: "layers" (class by name of layer or, of a captured model, module), "parameters" (text)."""
+    """Return a dict for JSON: "layers" maps names of layers to classes, "parameters" maps names to shape and dtype."""
     found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
-    # For a captured model, compare modules: its layers are unknown before it runs.
+    # For a captured model, list all modules: which of them are layers is unknown before it runs.
     with at_rest(model):
         return {
             "layers": {name: type(layer).__name__ for name, layer in found},
@@ -284,7 +284,7 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
-    """Return a dict for JSON of an input (or its spec): type of its device, autocast's dtype, shapes and dtypes."""
+    """Return a dict for JSON of an input or its spec: device type, autocast's dtype, and every tensor's properties."""
     autocast = torch.is_autocast_enabled(device.type)
     predicted = prediction()
     return {
@@ -299,10 +299,10 @@ def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
 
 
 def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise PlanMismatchError unless the input is the planned one or a batch with fewer samples."""
+    """Raise PlanMismatchError unless `found` is like the `planned` input, or like a batch of it with fewer samples."""
     for before, after in zip(planned.get("tensors", []), found["tensors"], strict=False):
         shape, expected = after["shape"], before.get("shape", [])
-        # A smaller batch is compared as if it were of the planned size.
+        # Compare a smaller batch as if it had the planned number of samples.
         if shape and len(expected) == len(shape) and shape[0] < expected[0]:
             after["shape"] = [expected[0], *shape[1:]]
     refuse_difference(planned, found)
@@ -325,7 +325,7 @@ def _differences(path: str, planned: Any, found: Any) -> Iterator[tuple[str, obj
 
 
 def _sharing(tensor: torch.Tensor) -> str:
-    """Describe how processes share a parameter: with another number of processes, the local part has another size."""
+    """Return text on how processes share a parameter: another number of processes gives its shards other sizes."""
     if not is_dtensor(tensor):
         return ""
     return f" {' '.join(map(str, tensor.placements))} of {list(tensor.device_mesh.shape)}"

@@ -1,4 +1,4 @@
-"""Describe a model that is planned: the module that users call, its part to cut into stages, and the processes."""
+"""Describe a planned model: the module that users call, its part that is cut into stages, and who trains with it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from rotor_solver import InfeasibleError, Sequence
 
 late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
 late_optimizers = WeakKeyDictionary()
-"""By model without a declared optimizer: the optimizers that have stepped, each with its cost; None if it trains
+"""For each model without a declared optimizer, maps every optimizer that has stepped to its cost; to None if it trains
 other models, if its cost is unknown, or if an outer optimizer's cost includes it.
 
-Weak keys on both levels: tracking must not extend the life of a model or an optimizer.
+All keys are weak, so that the tables do not keep a model or an optimizer alive.
 """
 
 
-# Number of planned forwards and backwards of each `core`, for which there may be several planners.
+# Maps each `core` to its number of planned forwards and backwards, of all its planners together.
 _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -56,7 +56,7 @@ class TrainedModel:
         self.whole = whole
         self.core = core
         self.settings = settings
-        # whether a step has shown that the caller holds other outputs than the loss
+        # whether the caller has held outputs other than the loss through a backward
         self.holds_outputs = False
         # the optimizer's parameters when `stepped` was last computed, and its result
         self._stepped: tuple[object, SteppedParameters] | None = None
@@ -75,7 +75,7 @@ class TrainedModel:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The processes known to train this model together; None if a single process trains it."""
+        """The group of the processes that train this model together; None if this process trains it alone."""
         if not dist.is_initialized():
             return None
         given = self.settings.process_group
@@ -84,7 +84,7 @@ class TrainedModel:
 
     @cached_property
     def tier(self) -> Tier:
-        """The tier to offload to, opened at first use."""
+        """The tier of the setting `offload`, opened at first use."""
         assert self.settings.offload is not None
         return opened(self.settings.offload)
 
@@ -93,7 +93,7 @@ class TrainedModel:
         return self.group is None
 
     def refuse_several_processes(self) -> None:
-        """Raise UnsupportedModelError for a one-process setting with several processes or a sharded model."""
+        """Raise UnsupportedModelError if a setting excludes several processes or a sharded model, and these train."""
         option, offload = one_process_only(self.settings), one_process_only(self.settings, SHARDED)
         if option is None and offload is None:
             return
@@ -106,7 +106,7 @@ class TrainedModel:
             raise UnsupportedModelError(text, kind="one_process_only", name=option.first)
 
     def device_of(self, spec: Any = None) -> torch.device:
-        """Return the device on which a step with input `spec` trains. UnsupportedModelError if there are several."""
+        """Return the device of the parameters and of the input `spec`. UnsupportedModelError if there are several."""
         inputs = [leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
         found = accelerators({*ModelState.of(self.core).devices, *inputs})
         if len(found) > 1:
@@ -118,7 +118,7 @@ class TrainedModel:
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return NONE_STEPPED
-        # Cached, since planning reads it often, and measuring the bytes of an optimizer step runs steps of a copy.
+        # Cache the result: planning reads it often, and to measure the bytes of an optimizer step, a copy has to step.
         groups = [group["params"] for group in optimizer.param_groups]
         now = tuple((id(each), each.requires_grad) for parameters in groups for each in parameters)
         if self._stepped is None or self._stepped[0] != now:
@@ -126,7 +126,7 @@ class TrainedModel:
         return self._stepped[1]
 
     def stepping(self) -> dict[str, Any] | None:
-        """Return a dict for plan files: the `step_in_backward` optimizer and the bytes it needs; None without one."""
+        """Return a dict for plan files of the `step_in_backward` optimizer and the bytes it needs; None without one."""
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return None
@@ -138,7 +138,7 @@ class TrainedModel:
         }
 
     def counted_optimizer(self) -> OptimizerCost | None:
-        """Return the cost of the declared optimizer, or else of the detected ones that are still alive."""
+        """Return the cost of the declared optimizer, or of the detected ones that still exist; None without any."""
         given = self.settings.optimizer
         if given is None:
             costs = [cost for cost in late_optimizers.get(self, {}).values() if cost is not None]
@@ -159,7 +159,7 @@ class TrainedModel:
                 device,
                 fresh_gradients=self.settings.fresh_grads,
                 optimizer=cost,
-                communication=communication_bytes(self.whole),  # DDP has buckets even in a single process
+                communication=communication_bytes(self.whole),  # DDP allocates buckets even in a single process
                 buckets=around(self.whole) is not None,
                 stepped=stepped,
             )
@@ -173,7 +173,7 @@ class TrainedModel:
         return replace(budget, backward_order=self.settings.backward_order or "any")
 
     def reserve(self, budget: Budget, sequence: Sequence, group: ProcessGroup | None = None) -> None:
-        """Reserve room in the offload tier for a step by `sequence`, which all processes of `group` follow."""
+        """Reserve tier bytes for a step by `sequence`. OffloadError if any process of `group` has too few."""
         if self.settings.offload is None or sequence.moves is None:
             return
         refused = ""
@@ -189,7 +189,7 @@ class TrainedModel:
                 raise OffloadError(f"rank {rank}: {each}", kind="cannot_offload_on_rank", rank=rank)
 
     def static_infeasibility(self, sample: Any, device: torch.device) -> InfeasibleError | None:
-        """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None."""
+        """Return an error if parameters, gradients, optimizer state and `sample` exceed the limit; None otherwise."""
         settings = self.settings
         if settings.by_hand is not None and settings.mem_limit is None:
             return None
@@ -205,7 +205,7 @@ class TrainedModel:
             )
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
-        """Return the budget with room for this number of forwards in flight; `budget` itself if it has that room."""
+        """Return `budget` for this number of forwards in flight; unchanged if it is for as many or more."""
         if forwards <= budget.forwards:
             return budget
         with at_rest(self.core):
@@ -218,12 +218,12 @@ class TrainedModel:
         return budget.with_fresh_gradients(measurement, gradients)
 
     def with_communication(self, budget: Budget) -> Budget:
-        """Return the budget with the bytes of communication between processes, which may grow from step to step.
+        """Return the budget with the bytes of communication between processes, which a later step may increase.
 
-        DistributedDataParallel around the model shows only in a forward, and the user may have FSDP keep whole
-        gradients in any step (`set_requires_gradient_sync`).
+        A DistributedDataParallel around the model is known only inside its forward, and the user may have FSDP keep
+        unsharded gradients from any step on (`set_requires_gradient_sync`).
         """
-        if not dist.is_initialized() or alone_in_a_prediction():  # a simulated step shows it
+        if not dist.is_initialized() or alone_in_a_prediction():  # a simulated step counts these bytes itself
             return budget
         known = budget.fixed.communication
         if (known or self.alone) and not keeps_gradients(self.core):
