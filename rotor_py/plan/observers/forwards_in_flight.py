@@ -1,6 +1,7 @@
 """Track forwards in flight: those whose backward is still to come while another forward begins.
 
-A plan leaves room for as many as were declared or seen. If one more does not fit, it follows a sequence that does.
+A plan leaves room for as many as the user declared or as there were at once in an earlier step. If one more forward
+does not fit, it follows another sequence that fits.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from rotor_solver.in_flight import Footprint, with_room_at_loss
 
 _log = logging.getLogger("rotor_py")
 
-# Number of steps with backwards in reverse after which plans rely on it. A guess: with fewer, later steps may break it.
+# Number of steps with backwards in reverse after which plans assume that order. A guess: with fewer, more break it.
 _ENOUGH = 3
-_MOST_KNOWN = 64  # Number of budgets and sequences to cache. A guess above what a model's kinds of steps need.
+_MOST_KNOWN = 64  # Number of budgets, footprints and sequences to cache. A guess, more than a model's steps use.
 
 
 @dataclass(eq=False)
@@ -40,8 +41,8 @@ class ForwardInFlight:
     plan: StepPlan
     sequence: Sequence
     used: bool = False  # whether its last backward pass frees its graph
-    counted: bool = False  # whether its backward has been observed
-    nodes: tuple[int, int] = (0, 0)  # numbers of autograd nodes that the thread had made before and after it
+    counted: bool = False  # whether a backward pass through it has been counted in the order of backwards
+    nodes: tuple[int, int] = (0, 0)  # numbers of autograd nodes that this thread had made before and after the forward
     passes: tuple[int, ...] = ()  # numbers of the backward passes through it
 
 
@@ -53,7 +54,7 @@ class Forwards:
         self._knows_split = False  # whether a backward has computed gradients of inputs only, not of parameters
 
     def in_flight(self) -> list[ForwardInFlight]:
-        """Return the forwards whose graph is alive, and which no backward pass has reached that frees the graph."""
+        """Return the forwards whose graph exists, unless a backward pass that frees the graph has reached them."""
         found = [forward for each in self._flying if (forward := each()) is not None and not forward.used]
         self._flying = [ref(each) for each in found]
         return found
@@ -61,7 +62,7 @@ class Forwards:
     def forward_returned(
         self, plan: StepPlan, sequence: Sequence, model: TrainedModel, output: Any, began: int | None = None
     ) -> None:
-        """Count a forward that has returned as in flight. `began`: number of autograd nodes that existed before it."""
+        """Count a returned forward as in flight. `began`: number of autograd nodes that this thread made before it."""
         returned = torch_compat.get_sequence_nr()
         flying = ForwardInFlight(plan, sequence, nodes=(returned if began is None else began, returned))
         for tensor in tensors_in(output):
@@ -74,10 +75,10 @@ class Forwards:
         model.note_planned()
         if current_task() not in forward.passes:
             forward.passes += (current_task(),)
-            # In a new phase of training, some of these change: numbers of nodes of model and loss, passes, their modes.
+            # In a new phase of training, a step has other numbers of nodes in model or loss, other passes or modes.
             (began, returned), now = forward.nodes, torch_compat.get_sequence_nr()
             made = returned - began, now - returned
-            if torch.is_grad_enabled():  # create_graph: later plans must not recompute the stages of its graph
+            if torch.is_grad_enabled():  # create_graph=True: later plans have to store the stages that it goes through
                 forward.plan.changed |= forward.plan.stored_by(forward.sequence)
             forward.plan.note_form((*made, len(forward.passes), retains_graph(), torch.is_grad_enabled()))
         if not (forward.used or forward.counted):
@@ -93,7 +94,7 @@ class Forwards:
         if forward.used or self._knows_split:
             return
         trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
-        with torch.enable_grad():  # older releases of torch find the edge of a leaf by making a view of it
+        with torch.enable_grad():  # in older releases of torch, `get_gradient_edge` makes a view of a leaf
             for_inputs = trained and not any(goes_through(get_gradient_edge(each).node) for each in trained)
         if for_inputs:
             self._knows_split = True
@@ -122,14 +123,14 @@ class Forwards:
             return
         held = self._footprint(plan, forward.sequence, model).waiting
         limit = model.limit_bytes(model.device_of(plan.input_spec))
-        between = sum(plan.budget.chain.activation[1:])  # a gradient for the output of each stage
+        between = sum(plan.budget.chain.activation[1:])  # bytes of the gradients of all stages' outputs
         peak = plan.budget.peak_bytes(plan.sequence or forward.sequence) + held + between
         if peak <= limit:
             return
         _log.warning(
             "%s has one backward for inputs and a later one for weights. In between, %s of activations and up to %s of "
-            "gradients stay: the step may need %s, and the limit is %s. Use a smaller batch; in a pipeline, pass "
-            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage, and none of them is held.",
+            "gradients stay: the step may need %s, and the limit is %s. Use a smaller batch; or, in a pipeline, pass "
+            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage, so that none of them stay.",
             model.name,
             *map(exact_bytes, (held, between, peak, limit)),
             extra=record_fields("split_backwards", peak_bytes=peak, mem_limit=limit),
@@ -139,7 +140,7 @@ class Forwards:
         return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
 
     def sequence_beside(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> Sequence:
-        """Return the plan's sequence for a forward beside `flying`; if it does not fit, one that does, or warn."""
+        """Return a sequence to run beside `flying`: the plan's, or another if only that fits; warn if none does."""
         if not flying:
             return plan.followed
         count = len(flying) + 1
@@ -156,16 +157,16 @@ class Forwards:
         peak = max(running, budget.optimizer_peak_bytes)
         if peak <= limit:
             return planned
-        # Only a single process may change its sequence: several follow a common one, and see only their own forwards.
+        # With several processes, keep the sequence: all follow the same one, and none knows the others' forwards.
         if running > limit and model.alone and plan.found_for(model.settings):
             rest = limit - budget.fixed.total - held - budget.held_beside - budget.snapshot_bytes
             squeezed = self._squeezed(budget.chain, rest, working)
             if squeezed is not None:
                 return squeezed
-        if count > max(self._warned, plan.budget.forwards):  # else a warning has said so before, or when it was planned
+        if count > max(self._warned, plan.budget.forwards):  # unless an earlier warning has named as many forwards
             self._warned = count
             _log.warning(
-                f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and the plan leaves room, or call "
+                f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and plan for so many, or call "
                 f"backward() after each forward of {model.name}: {count - 1} forwards in flight hold "
                 f"{exact_bytes(held)}, so the step takes up to {exact_bytes(peak)}; the limit is {exact_bytes(limit)}",
                 extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
@@ -178,14 +179,15 @@ class Forwards:
         return found
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
-        # Use a budget for two forwards: that for a single one omits what a waiting forward holds outside the chain.
+        # Use a budget for two forwards: one for a single forward omits the bytes that a waiting one holds outside the
+        # chain.
         budget = self._budget(plan, model, 2)
         key = "footprint", id(budget), id(sequence)
         found: Footprint = self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
         return found
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
-        """Return the fastest sequence within `rest` bytes that leaves `working` bytes free during the loss, or None."""
+        """Return the fastest sequence within `rest` bytes that leaves `working` bytes free in the loss; else None."""
 
         def solve() -> Sequence | None:
             try:
@@ -197,11 +199,11 @@ class Forwards:
         return found
 
     def _remember(self, key: Hashable, of: object, make: Callable[[], Any]) -> Any:
-        """Cache the result of `make` by `key`; `of` are the objects whose ids are in the key."""
+        """Return the result of `make`, cached by `key`; `of` are the objects whose ids are in the key."""
         if key not in self._remembered:
             if len(self._remembered) == _MOST_KNOWN:
                 self._remembered.clear()
-            self._remembered[key] = of, make()  # holding `of` keeps its id from being reused
+            self._remembered[key] = of, make()  # hold `of`, so that no new objects get the ids in the key
         return self._remembered[key][1]
 
 
@@ -218,14 +220,14 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)
     sooner = order == "reverse" and plan.budget.forwards > 1 and plan.budget.backward_order != order
     plan.budget = replace(plan.budget, backward_order=order)
-    # A plan for any order also serves backwards in reverse, but a faster one may exist.
+    # Keep a plan that still fits, unless its backwards now come in reverse, for which a faster plan may exist.
     if plan.budget.peak_bytes(plan.followed) <= model.limit_bytes(device) and not sooner:
         return
     forwards, before = plan.budget.forwards, plan.sequence
     if more:
         _log.warning(
-            f"planning again for {forwards} forwards of {model.name} in flight at once; with "
-            f"forwards_in_flight={forwards}, they have room from the first step on",
+            f"planning again for {forwards} forwards of {model.name} in flight at once; give "
+            f"forwards_in_flight={forwards} to plan for them from the first step on",
             extra=record_fields("planning_again", cause="forwards", forwards=forwards),
         )
     try:
@@ -238,7 +240,7 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
         return
     if sooner and not more and model.settings.backward_order is None and plan.sequence != before:
         _log.warning(
-            f"planned again: the backwards of {model.name} come in reverse of its {forwards} forwards in flight; with "
-            "backward_order='reverse', the faster plan is there from the first step on",
+            f"planned again: the backwards of {model.name} come in the reverse order of its {forwards} forwards in "
+            "flight; give backward_order='reverse' to have this faster plan from the first step on",
             extra=record_fields("planned_again", forwards=forwards),
         )

@@ -10,8 +10,8 @@
 #     needs no other tensor of the region, the model is not recomputed.
 #  2. Otherwise the region recomputes the model. No backward goes through that second run, so it keeps as little as
 #     possible (`NestedRecompute`).
-#  3. Selective checkpointing counts none of the model's operators, in either run.
-#  4. In a reentrant region, the first run has no gradients and no plan. The second run is an ordinary forward.
+#  3. Selective checkpointing counts none of the model's operators, in the first run or in a recompute.
+#  4. A reentrant region first runs under `no_grad`, without a plan. Its recompute is an ordinary planned forward.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _Hook = Callable[[Any], Any]
 innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
     c_autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
-"""Return the innermost saved-tensor hooks (with True, also disabled ones); always None before torch 2.8."""
+"""Return the innermost saved-tensor hooks, with True even disabled ones; None without hooks, and before torch 2.8."""
 
 
 @contextmanager
 def outer_hooks_aside() -> Iterator[None]:
-    """Inside the context, the caller's saved-tensor hooks are off: a checkpoint's would recompute its whole region."""
+    """Inside the context, disable the caller's saved-tensor hooks: those of a checkpoint would recompute its region."""
     with _hooks_aside(lambda pack: True):
         yield
 
 
 @contextmanager
 def outer_regions_aside() -> Iterator[bool]:
-    """Inside the context, the caller's regions are off (see the Note). Yields whether one of them is recomputed."""
+    """Inside the context, hide the model from the caller's regions (see the Note). Yield whether one is recomputed."""
     with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
 
 
 @contextmanager
 def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
-    """Inside the context, remove the innermost hooks whose pack functions satisfy `which`. Yields these functions."""
+    """Inside the context, remove the innermost hooks, while `which` is true of their pack functions; yield these."""
     hooks: list[tuple[_Hook, _Hook]] = []
-    # `True`: also hooks that are off during tracing.
+    # With True, hooks that tracing disables count, too.
     while (found := innermost_hooks(True)) is not None and which(found[0]):
         c_autograd._pop_saved_tensors_default_hooks()
         hooks.append(found)
@@ -90,7 +90,7 @@ def _replace(modes: list[Any], others: list[Any]) -> None:
 
 
 class NestedRecompute:
-    """Chooses the sequence of a forward that a region of the caller recomputes (Rule 2 of the Note)."""
+    """Chooses the sequence for a planned forward in a recompute of the caller's region (Rule 2 of the Note)."""
 
     def __init__(self) -> None:
         self._known: tuple[Budget, Sequence, int] | None = None

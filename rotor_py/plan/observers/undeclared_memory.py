@@ -1,6 +1,6 @@
 """Detect undeclared memory: optimizers that a trainer makes, at their first step, and gradients kept between steps.
 
-Also detect training that follows no plan, since it calls another method of the model than its forward.
+Also detect training without a plan: its loop calls another method of the model than the forward.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rotor_solver import InfeasibleError
 _log = logging.getLogger("rotor_py")
 
 
-_waiting: WeakSet[StepPlans] = WeakSet()  # the plans of models without a declared optimizer
-# Handle of the one hook on all optimizers. The first planner registers it, so importing this library hooks nothing.
+_waiting: WeakSet[StepPlans] = WeakSet()  # plans of the models whose optimizer is not declared
+# Handle of the hook on all optimizers; empty before the first planner, so that importing this library hooks nothing.
 _hooks: list[Any] = []
 
 
-# By model and optimizer: the model's `planned` at the optimizer's last step; None if the optimizer does not train it.
+# For each model and optimizer, the model's `planned` at the optimizer's last step; None if it trains other models.
 _followed: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, int | None]] = WeakKeyDictionary()
 _watched: WeakKeyDictionary[TrainedModel, ref[WatchedSteps]] = WeakKeyDictionary()
 _told: WeakSet[TrainedModel] = WeakSet()
@@ -50,7 +50,7 @@ def wait_for_optimizers(plans: StepPlans, watched: WatchedSteps) -> None:
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Steps that this library takes itself have a planner with watch=False, for which the warning below is left out.
+    # Do not warn of steps that this library takes itself: another planner of the model then has watch=False.
     unwatched = [model.core for model in _followed if model.settings.watch is False]
     for model in list(_followed):
         passes_by = _passes_by(optimizer, model)
@@ -98,7 +98,7 @@ def _warn_of_no_plan(model: TrainedModel) -> None:
 
 def _detect(optimizer: torch.optim.Optimizer) -> None:
     for plans in [each for each in _waiting if optimizer not in late_optimizers[each.model]]:
-        # Note it before inspecting it: each optimizer is inspected only once, at its first step.
+        # Note the optimizer first, so that it is inspected only once even if that fails.
         late_optimizers[plans.model][optimizer] = None
         if not _trained_by(optimizer, plans.model):
             continue
@@ -108,7 +108,7 @@ def _detect(optimizer: torch.optim.Optimizer) -> None:
             _log.warning("%s", error, extra=fields_of(error))
         else:
             known = late_optimizers[plans.model]
-            known.update(dict.fromkeys(with_inner(optimizer)))  # inner optimizers, whose state its cost includes
+            known.update(dict.fromkeys(with_inner(optimizer)))  # its cost includes the state of inner optimizers
             known[optimizer] = cost
             plans.optimizer_detected()
 
@@ -121,7 +121,7 @@ class KeptGradients:
         self._known: tuple[object, ...] = ()  # the sequence and the limit of the last check
 
     def notice(self, value: Any) -> None:
-        """If a step on `value` has no room for gradients that already exist, warn, and plan again where allowed."""
+        """If existing gradients take the step on `value` over the limit, warn; plan again if the plan may change."""
         plan = self._plans.in_use
         assert plan is not None
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):
@@ -131,7 +131,7 @@ class KeptGradients:
         known, self._known = self._known, (plan.followed, limit)
         if self._known == known:
             return
-        # An upper bound: the gradients that exist, plus those that the backward makes by plan.
+        # An upper bound: counts the existing gradients, and those of the backward, though these may be added into them.
         kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False, stepped=self._model.stepped())
         peak = kept.peak_bytes(plan.followed)
         if peak <= limit:
