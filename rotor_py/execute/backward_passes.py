@@ -1,9 +1,9 @@
-"""Hold a tape's values from the forward to the backward, and say which backward pass may use them.
+"""Hold a tape's values from the forward to the backward, and decide which backward pass may use them.
 
-Rules refer to the Note in `tape`.
+Rules are those of the Note in `tape.py`.
 
 Private functions of torch identify a backward pass. They work only inside a node's backward or a hook.
-`ctx.needs_input_grad` cannot replace them: set in the forward, it does not show which gradients this pass computes.
+`ctx.needs_input_grad` cannot replace them: the forward sets it, so it does not show which gradients a pass computes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rotor_py.stage.compression import Converted
 from rotor_py.stage.runner import AttachedStage
 
 current_task: Callable[[], int] = torch_compat.current_graph_task_id
-"""Return the number of the running backward pass, unique in the process; -1 outside of a backward."""
+"""Return the number that torch gives to the running backward pass; -1 outside of a backward."""
 retains_graph: Callable[[], bool] = torch_compat.get_current_graph_task_keep_graph
-"""Whether the running backward pass retains the graph, so that another can follow."""
+"""Whether the running backward pass retains the graph, so that another pass through it can follow."""
 
 
 def in_backward() -> bool:
@@ -36,7 +36,7 @@ def in_backward() -> bool:
 
 
 def goes_through(node: Node) -> bool:
-    """Whether the running backward executes `node`, or was asked for the gradient of the leaf behind it."""
+    """Whether the running backward pass executes `node`, or `autograd.grad` wants the gradient of the node's leaf."""
     try:
         return torch_compat.will_engine_execute_node(node)
     except RuntimeError:  # raised for a leaf whose gradient `torch.autograd.grad` was asked for
@@ -48,10 +48,10 @@ def goes_through_any(nodes: Iterable[Node | None]) -> bool:
 
 
 class ActivationStore:
-    """Store values (tensors, or nested structures of them) by index, detached, so that they hold no graph.
+    """Stores values (tensors, or nested structures of them) by index, detached, so that they hold no graph.
 
-    With a `storage_dtype`, wider floating tensors are rounded to it when stored, and read back in their own dtype. A
-    tensor with finite values that would overflow in `storage_dtype` (float16 ends at 65504) is stored in its own dtype.
+    With a `storage_dtype`, rounds wider floating-point tensors to it, and returns them in their own dtype. A tensor
+    with finite values that would overflow in `storage_dtype` (float16 ends at 65504) is stored in its own dtype.
     """
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
@@ -79,7 +79,7 @@ class ActivationStore:
         self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
 
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:
-        """Store the value that `other` has at the index `there`, without a copy."""
+        """Store, without a copy, the value that the store `other` has at the index `there`."""
         self._held[index] = other._held[there]
 
     def clear(self) -> None:
@@ -108,14 +108,14 @@ class ActivationStore:
         if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
             return tensor
         small = tensor.to(dtype)
-        # Compare with the original: an infinity that it had already is no overflow.
+        # Compare with the tensor before rounding, in which infinities are no overflow.
         overflown = bool((small.isinf() != tensor.isinf()).any())
         return tensor if overflown else Converted(small, tensor.dtype)
 
 
 @dataclass(slots=True)
 class Held:
-    """Values that a tape holds, by stage index: detached stage inputs, and graphs of stages that are recomputed."""
+    """Values that a tape holds, by stage index: detached stage inputs, and recomputed stages with their graphs."""
 
     inputs: ActivationStore = field(default_factory=ActivationStore)
     attached: dict[int, AttachedStage] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Held:
 
 @dataclass(slots=True)
 class Pass:
-    """One backward pass. `position`: index in the replay of the next operation; `used`: stages consumed before."""
+    """One backward pass. `position`: index of its next operation in the replay; `used`: stages that others consumed."""
 
     task: int
     held: Held
@@ -141,17 +141,20 @@ class Pass:
 
 class Passes:
     def __init__(self, held: Held, instructions: Instructions) -> None:
-        # values for the next pass; None once a pass has begun that consumes all of them
+        # values for the next pass; None once a pass has begun that leaves none to others
         self.left: Held | None = held
         # nodes by stage; the caller's graph holds them, not the tape
         self.nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._instructions = instructions
         self._current: Pass | None = None
-        self._used: set[int] = set()  # stages whose node a pass goes through that does not retain the graph
+        self._used: set[int] = set()  # stages whose node a pass without retain_graph has gone, or goes, through
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
-        """Yield the backward pass that has reached the node of `stage`. On an error, release its values (Rule 10)."""
+        """Yield the running pass, which has reached the node of `stage`. If an error ends it, release its values.
+
+        Raises InvalidStateError if an earlier pass has consumed this node.
+        """
         current = self._current
         if current is None or current.task != current_task():  # Rule 8
             current = None if self.left is None else self._begin()
@@ -169,14 +172,14 @@ class Passes:
         held, used, retain = self.left, frozenset(self._used), retains_graph()
         assert held is not None
         if retain:
-            held = held.copy()  # a pass releases inputs while it runs, but the next pass needs them, too
+            held = held.copy()  # this pass releases inputs while it runs, and the next one needs them again
         else:
             self.left = self._left_by_this_pass(held)
         self._current = Pass(current_task(), held, retain, used)
         return self._current
 
     def _left_by_this_pass(self, held: Held) -> Held | None:
-        """Return the values that a pass without retain_graph leaves to later ones; None if no node is left to them."""
+        """Return the values that this pass, without retain_graph, leaves to later ones; None if it leaves no node."""
         self._used |= {stage for stage, node in self.nodes.items() if goes_through(node)}
         if not (others := set(self.nodes) - self._used):
             return None
@@ -188,25 +191,26 @@ class Passes:
 # Parameter gradients for the second pass of a split backward.
 #
 # In a zero-bubble pipeline, a first pass computes the gradients of a stage's input, and retains the graph. A second
-# pass gets the same output gradients, node by node, for the parameter gradients. Only the first pass recomputes
-# the stage, and computes both: a second recompute would take time, and a retained graph the memory that the plan saves.
+# pass begins at each node with the same output gradients, to compute the parameter gradients. Only the first pass
+# recomputes the stage, and it computes both: to recompute twice would take time, to keep the graph would take memory.
 
 
 Gradients = Sequence[torch.Tensor | None]
-# Whether `torch.distributed.pipelining` starts the second pass of a node from one new tensor, the sum of the gradients
-# that arrived at all outputs, as the gradient of the first output. Seen in torch 2.11, not in 2.13.
+# Whether `torch.distributed.pipelining` passes a new tensor to a node in the second pass: the sum of the gradients of
+# all outputs, as the gradient of the first output. torch 2.11 does, 2.13 does not.
 _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 class Unclaimed:
     """Parameter gradients of one stage, keyed by the output gradients that they were computed from.
 
-    An entry lives as long as the caller holds those output gradients, to start the second pass from them. It serves
-    only if they are unchanged. After a pass that is not split, nothing holds them, so the entry is freed at once.
+    An entry exists as long as something holds the first of these output gradients. A pipeline holds it, to start the
+    second pass from it; after a backward in one pass, nothing does. The second pass uses an entry only if the output
+    gradients are unchanged.
     """
 
     def __init__(self) -> None:
-        # by one output gradient: the other output gradients, the versions of all, and the parameter gradients
+        # maps the first output gradient to: the others, the version counters of all, and the parameter gradients
         self._computed: Any = WeakTensorKeyDictionary()
 
     def keep(self, arrived: Gradients, parameters: Gradients) -> None:

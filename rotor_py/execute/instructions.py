@@ -34,7 +34,7 @@ from rotor_solver.offload import Moves
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation; `live` are the indices i of the stage inputs a_i that the tape still needs after it."""
+    """One operation. `live`: indices i of the stage inputs a_i that later operations read from the tape."""
 
     operation: Operation
     live: frozenset[int]
@@ -61,23 +61,23 @@ class Instructions:
     awaited: frozenset[int] = frozenset()
     moves: Moves | None = None
     options: Mapping[int, int] = field(default_factory=dict)
-    """Index of each stage's storage option; without stages of which all saved tensors are stored (option 0)."""
+    """Maps stages to the index of their storage option; stages with option 0, which store all, are left out."""
     runs_after_backward: frozenset[int] = frozenset()
-    """Stages that a sequence by hand recomputes even after their backward."""
+    """Stages that the replay runs again after their backward; only sequences by hand do that."""
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
-        """Return the indices of the stage inputs that the replay reads before the last backward of these stages."""
+        """Return the indices of the stage inputs from which the replay recomputes before `stages` are all backward."""
         last = max(self.backward_at[stage] for stage in stages)
         before = (step.operation for step in self.replay[:last])
         return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
 
 
 # Cached, since training by hand calls this in every step. 64 is a guess: a process that alternates between more
-# sequences compiles them again.
+# sequences translates them again.
 @lru_cache(maxsize=64)
 def read_sequence(stages: int, sequence: Sequence) -> Instructions:
-    """Translate the sequence of this number of stages. ValueError if it is invalid, or offloads recomputed stages."""
-    # The simulator refuses invalid sequences, whatever the costs.
+    """Translate `sequence` for a chain of `stages` stages. ValueError if invalid, or offloading recomputed stages."""
+    # Simulate a chain with all costs 1: whether a sequence is valid does not depend on costs.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(Chain((Stage(1, (Option(1.0, 1.0, 1),) * options),) * stages, input_bytes=1), sequence)
     operations = tuple(sequence)
@@ -95,7 +95,7 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     loss = operations.index(Loss())
     replay = operations[loss + 1 :]
     backward_at = _backward_at(replay)
-    # If a backward is the first operation after the loss (`at` is 0), no operation has to run before it.
+    # If its backward is the first operation after the loss (`at` is 0), no other operation runs right before it.
     awaited = {i for i in in_graph if (at := backward_at[i]) and not isinstance(replay[at - 1], Backward)}
     if (moves := sequence.moves) is not None:
         after = [bool(out or back) for out, back in zip(moves.wait_out, moves.fetch, strict=True)][loss + 1 :]
@@ -125,11 +125,11 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
 
 
 def from_input(stages: int, sequence: Sequence) -> Instructions:
-    """Read `sequence` for the first `stages` stages of a chain, to resume a backward from the chain's input.
+    """Translate `sequence` for the first `stages` stages of a chain, to resume a backward from the chain's input.
 
-    Every forward is then a recompute. Instead of the loss, the caller provides the gradient of these stages' output.
+    All its forwards are recomputes. In place of its loss, the backward has the gradient of the last of these stages.
     """
-    read_sequence(stages, sequence)  # ValueError if it is not valid
+    read_sequence(stages, sequence)  # ValueError if it is invalid
     operations = [each for each in sequence if not isinstance(each, Loss)]
     skips = [
         isinstance(each, ForwardEnable) and following == Backward(each.stage)
@@ -144,7 +144,7 @@ def _backward_at(operations: Operations[Operation]) -> dict[int, int]:
 
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
-    """Group consecutive forwards that may run as one: of `plain` stages with storage option 0 and no kept input."""
+    """Group consecutive forwards that may run as one function: of `plain` stages that store all and keep no input."""
     found: list[list[Step]] = []
     joins = False
     for step in steps:
@@ -161,9 +161,9 @@ def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
     """Return, for every operation, the indices of the stage inputs that the tape must hold after it.
 
-    These are inputs that a later forward reads before another one computes them anew. `first` gives the position of
-    each stage's first forward, which takes its input from the stage before, not from the tape. An input that some ā
-    (saved tensors of a stage) contains is read from it, even if it is computed anew in the meantime.
+    The tape must hold an input if a later forward reads it before another forward computes it anew. `first` maps stages
+    to the position of their first forward, which gets its input from the stage before, not from the tape. While an ā
+    (saved tensors of a stage) that contains an input exists, the tape keeps that input, even if it is computed anew.
     """
     saved: list[frozenset[int]] = [frozenset()]  # for every operation, the indices of the ā that exist when it begins
     for operation in operations:
@@ -189,11 +189,11 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
 
 NamedStage = tuple[str, Callable[..., Any]]
 JoinedRun = Callable[[list[Any], tuple[Any, ...]], tuple[Any, ...]]
-"""Runs several stages as one, on the first one's input in a list, which it empties, and on values all stages share."""
+"""Runs several stages as one. Arguments: the first one's input in a list, which it empties; values all stages share."""
 
 
 def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
-    """Return a function that runs these consecutive stages as one; None if they must run one by one."""
+    """Return a function that runs these consecutive stages as one; None if they have to run one by one."""
     parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
@@ -201,11 +201,11 @@ def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
     names, shared, last = [name for _, name in parts], parts[0][0].shared, parts[-1][0].last
 
     def joined(values: list[Any], context: tuple[Any, ...]) -> tuple[Any, ...]:
-        carried = 0 if context else shared  # all stages share the last values of the input
+        carried = 0 if context else shared  # number of values at the end of the input that all stages share
         handed_on = values[len(values) - carried :]
         values += context
         made = run(values, names.__getitem__)
-        wait_for(made)  # as `StageRunner` does: tensors in a collective stay in memory until the wait
+        wait_for(made)  # as `StageRunner` does: a collective keeps its tensors in memory until it is waited for
         return made if last or not carried else (*made, *handed_on)
 
     return joined
@@ -215,7 +215,7 @@ _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Runners:
-    """Runners of `stages`, made by `make` on demand: stages that run as one need none. `options`: storage options."""
+    """Runners of `stages`, each made by `make` when first used. `options` maps stages to storage options, if not 0."""
 
     def __init__(
         self, stages: Operations[NamedStage], make: Callable[[int], StageRunner], options: Mapping[int, int] = _WHOLE
@@ -231,7 +231,7 @@ class Runners:
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
-        """Return runners with these storage options, 0 for other stages. ValueError if a stage has no such option."""
+        """Return runners with these storage options, and 0 for other stages. ValueError if a stage lacks its own."""
         if options is self.options:
             return self
         found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)
