@@ -4,7 +4,7 @@
 #
 #  1. Every stage is a `StageNode`, even a stored one: the engine runs the backward of plain operators itself, and
 #     the tape cannot repeat it. The tape holds the graph of a stored stage, like that of a recomputed one.
-#  2. The tape keeps the chain's input until the backward of stage 0: everything else can be computed from it. The tape
+#  2. The tape keeps the chain's input until the backward of stage 0, since all else can be computed from it. The tape
 #     records the forward state of every stage.
 #  3. A failed forward leaves one side effect: the stage in progress may have changed buffers and the random state. The
 #     tape restores these, and runs the whole forward again, in new nodes. Stages that had completed are recomputed in
@@ -15,9 +15,9 @@
 #     from the chain's input.
 #  5. A recompute begins after the `except` block, when nothing refers to the error: its traceback would hold the
 #     tensors of all frames.
-#  6. If a recompute might not be exact, the error passes, with a note that says why: the chain's input or a parameter
-#     was written to since the forward, the stage in progress may have called hooks on gradients, or a buffer without a
-#     copy has changed.
+#  6. If a recompute might not be exact, the tape raises the error, with a note that says why: the chain's input or a
+#     parameter was written to since the forward, the stage in progress may have called hooks on gradients, or a buffer
+#     without a copy has changed.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from rotor_solver import ForwardEnable, Sequence
 
 
 class SmallerPlans(Protocol):
-    """Makes plans that need less memory than the last one. If none does, adds a note to the `error` and returns None.
+    """Makes plans that need less memory than the last one. Where there is none, adds a note to `error`, returns None.
 
-    `inexact` says why a retry would not be exact; then there is none. It is None if a retry would be exact.
+    `inexact` says why a recompute would not give equal results, so that no plan is made; None if it would.
     """
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """Return a plan for the whole chain, after `error` in its forward."""
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
-        """Return a plan for the backward of the first `stages` stages, from their output gradient, after `error`."""
+        """Return a plan for the backward of the first `stages` stages, in which `error` was raised."""
 
     def rest_as_before(self, stages: int) -> Sequence:
-        """Return a plan for another backward of the first `stages` stages, after one that ran out of memory."""
+        """Return a plan for another backward of the first `stages` stages, after one in which `rest` made a plan."""
 
 
 class Undo:
-    """State that the next forward of `function` may change, to undo it. Copies only buffers known to change."""
+    """The state before a forward of `function`, to restore if that fails. Copies only buffers known to change."""
 
     def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
         self._random = RandomState.now(devices)
         self._attributes = Attributes(function)
         self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
         copied = {id(tensor) for (_, _, tensor), _ in self._copies}
-        # The other buffers are not expected to change, so not copied. `restore` reports a change.
+        # Do not copy the other buffers, which measuring has not seen change. If one does, `restore` says so.
         self._others = [(slot, slot[2]._version) for slot in buffer_slots(function) if id(slot[2]) not in copied]
 
     def restore(self) -> str | None:
@@ -80,9 +80,9 @@ class Undo:
             return str(error)
         for (table, name, tensor), before in self._copies:
             table[name] = tensor
-            # Skip unchanged buffers: one may be an expanded scalar, which cannot be written.
+            # Do not write to unchanged buffers: torch refuses writes to an expanded scalar, for example.
             if not torch.equal(tensor, before):
-                # Write through `data`, which leaves the version: the graph of an earlier forward may hold the buffer.
+                # Write through `data`, which leaves the version counter: an earlier graph may hold the buffer.
                 tensor.data.copy_(before)
         for (table, name, tensor), version in self._others:
             if table[name] is not tensor or tensor._version != version:
@@ -95,7 +95,7 @@ def undo_bytes(functions: Iterable[nn.Module]) -> int:
 
 
 class OOMRetryTape(Tape):
-    """A tape that recomputes its stages after an out-of-memory error, by one of `plans`. All stages are modules."""
+    """A tape that recomputes after an out-of-memory error, by a plan that `plans` makes. All stages are modules."""
 
     why_a_node = 'which on_oom="replan" may have to recompute; leave on_oom out'
 
@@ -128,9 +128,9 @@ class OOMRetryTape(Tape):
             self._follow(read_sequence(len(self.runners), sequence))
 
     def _follow(self, instructions: Instructions) -> None:
-        """Have the next forward follow `instructions`, except that every stage runs in a `StageNode`."""
+        """Have the next forward follow `instructions`, but with every stage in a `StageNode` (Rule 1)."""
         operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
-        # options of the stages that the forward stores
+        # maps the stages that the forward stores to their storage options
         self._stored = {each.stage: each.option for each in operations if each.stage in instructions.in_graph}
         nodes = replace(
             instructions,
@@ -195,14 +195,14 @@ class OOMRetryTape(Tape):
         return found
 
     def _begin_anew(self, instructions: Instructions, value: Any = None) -> None:
-        """Release all held values, keep `value`, the chain's input, if given, and follow new instructions."""
+        """Release all held values, hold the chain's input `value` unless it is None, and follow `instructions`."""
         held = Held()
         if value is not None:
             held.inputs.keep(0, value)
         self._held, self.passes, self.instructions = held, Passes(held, instructions), instructions
 
     def _inexact(self, stage: int) -> str | None:
-        """Say why stages 0 … `stage` cannot be recomputed exactly; None if they can."""
+        """Return why stages 0 … `stage` cannot be recomputed exactly; None if they can."""
         if self._written(stage + 1) != self._then[: stage + 2]:
             return "the input or a parameter was written to after the forward"
         modules = _module_of(self.runners[stage]).modules()

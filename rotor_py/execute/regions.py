@@ -1,19 +1,19 @@
 """Run a sequence as nested regions, each of which is recomputed when a node of autograd reads its saved tensors.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
-is recomputed just before its backward; that recompute may open regions again. The engine sees only torch's own nodes,
+is recomputed right before its backward. That recompute may open inner regions. The graph has only torch's own nodes,
 so hooks keep working: `fully_shard` gathers parameters before a stage runs, and again before its backward.
 
 # Note [Recomputing inside autograd's own graph]
 #
-# Non-reentrant `torch.utils.checkpoint` does the same, but cannot store a stage in part: of several saved-tensor hooks,
-# autograd calls only the innermost. So the rules are implemented here.
+# Non-reentrant `torch.utils.checkpoint` does the same, but with its hooks no stage can be stored in part: autograd
+# calls only the innermost saved-tensor hooks. So this module implements the rules of that function itself.
 #
 # 1. The first run makes the graph that the backward goes through. In place of every saved tensor, the graph holds a
 #    handle (`_Later`), which refers to the region's input and has no tensor yet.
 # 2. The first handle that the backward reads recomputes the stages. The saved tensors of this recompute, whose graph
-#    is not used, fill the handles, in order. It stops at the last saved tensor, unless that tensor may be unfinished:
-#    RReLU saves its noise, and draws it afterwards.
+#    is not used, fill the handles, in order. The recompute stops at the last saved tensor, unless an operator may write
+#    to that tensor after saving it, as RReLU does with its noise.
 # 3. A handle is emptied when it is read. If the graph is retained, the next backward recomputes the stages once more.
 # 4. A filled handle may hold the handle of an inner region, or, where a stage is stored in part, a tensor to be
 #    computed from others. Reading the handle resolves either.
@@ -56,13 +56,13 @@ from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, L
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Consecutive stages that the backward recomputes from the first one's input: stage indices and inner regions."""
+    """Consecutive stages that the backward recomputes from the input of the first. Items: stages, and inner regions."""
 
     items: tuple[int | Region, ...]
 
 
 def regions(sequence: Sequence) -> tuple[int | Region, ...]:
-    """Return indices of stored stages, and regions, in order. ValueError if the sequence is not memory-persistent."""
+    """Return stored stages, by index, and regions, in order. ValueError if the sequence is not memory-persistent."""
     items, rest = _items(list(sequence))
     if rest:
         raise _not_nested(f"{rest[0]} comes after the backwards of all stages")
@@ -70,7 +70,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
 
 
 def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[Operation]]:
-    """Read the first forwards of `operations`, with all their backwards. Return their items, and what follows."""
+    """Parse the forwards at the start of `operations`, to their last backward; return items and later operations."""
     found: list[tuple[int, int, bool]] = []  # of each item: first stage, stage after the last, whether it is stored
     at = 0
     while at < len(operations) and not isinstance(operations[at], Backward | Loss):
@@ -86,7 +86,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
-    # Go from the last item to the first, the order of their backwards. A region is recomputed right before its own.
+    # Go from the last item to the first, the order of their backwards. A region's recompute precedes its backward.
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
@@ -117,9 +117,9 @@ def run(
     options: Mapping[int, int] = MappingProxyType({}),
     context: tuple[Any, ...] = (),
 ) -> Any:
-    """Run a chain forward in the caller's graph, and recompute its regions in the backward.
+    """Run a chain forward on `value`, in the caller's graph, whose backward recomputes the chain's regions.
 
-    `items` come from `regions`, `options` gives storage options by stage (else 0), and all stages share `context`.
+    `items` come from `regions`. `options` maps stages to storage options other than 0. All stages get `context`.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
     stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
@@ -127,8 +127,8 @@ def run(
 
 
 def _wait_before_recompute(value: Any) -> None:
-    """Wait for pending collectives before a region is recomputed: their tensors stay in memory until then."""
-    # Not inlined: in `_Chain.store`, a local variable would hold the last tensor until the next region.
+    """Have the backward wait for pending gradients of `value` (collectives) before it recomputes a region."""
+    # A function of its own: in `_Chain.store`, the loop's variable would hold the last tensor until the next region.
     for tensor in tensors_in(value):
         if tensor.requires_grad:
             tensor.register_hook(wait_for)
@@ -136,7 +136,7 @@ def _wait_before_recompute(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The stages in one forward. `again`: stages in regions; `known`: the state in which each of these first ran."""
+    """The stages of one forward. `again`: stages in regions; `known` maps these to the state of their first run."""
 
     runners: Operations[StageRunner] | Runners
     stored: list[StageRunner]  # with their storage options
@@ -158,7 +158,7 @@ class _Chain:
 
     def _run_first(self, stages: list[int], value: Any) -> Any:
         for stage in stages:
-            # Use no storage mode, whose hooks would hold tensors, unless the code of modes may round differently.
+            # Use no storage mode, since its hooks would hold tensors, unless modes run code that may round otherwise.
             runner = (self.stored if offers_of(self.runners[stage].function).ways_are_code else self.runners)[stage]
             if stage in self.known:
                 value = self._recompute(runner, self.known[stage], value)
@@ -170,7 +170,7 @@ class _Chain:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
         with restored, gathered_again(function):
-            # An FSDP module may begin in an earlier stage, which is not always recomputed right before this one.
+            # Gather parameters of FSDP modules that begin in earlier stages: these may not be recomputed before this.
             offers_of(function).gather_begun()
             return surroundings.run(runner.forward, value, self.context)
 
@@ -181,12 +181,12 @@ class _RegionInput:
     requires_grad: bool
 
     def tensor(self) -> torch.Tensor:
-        # Detach, so that the recompute has a graph of its own. This clears `requires_grad`: set it again.
+        # Detach, so that the recompute has a graph of its own; restore `requires_grad`, which detaching clears.
         return self.saved.tensor().detach().requires_grad_(self.requires_grad)
 
 
 class _Recomputed:
-    """A region that runs on `value`. `again` recomputes it, saving the same tensors in the same order."""
+    """A region that runs on `value`. `again` recomputes it, and saves the same tensors in the same order."""
 
     def __init__(self, again: Callable[[Any], Any], value: Any) -> None:
         self._again = again

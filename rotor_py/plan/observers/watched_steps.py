@@ -1,7 +1,7 @@
 """Watch steps: measure memory from a step's first forward to the end of its last backward, the caller's loss included.
 
-Only such a watch shows memory outside the model: after an overrun, the planner solves again. A forward that begins
-while others are in flight joins their step. Predicted plans are compared with their first step on the device.
+Only a watch shows memory outside the model; if a step exceeds the limit, the planner solves again. A forward that
+begins while others are in flight joins their step. A predicted plan is compared with its first watched step.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rotor_solver import InfeasibleError, simulate
 _log = logging.getLogger("rotor_py")
 
 _MOST_FORWARDS = 256
-"""Maximum number of forwards of a watched step. A guess, far above a pipeline's microbatches: a step with more may
+"""Maximum number of forwards of a watched step. A guess, above the microbatches of any pipeline: a step with more may
 never end."""
 
 
 _LATER = (10, 100, 1000)
-"""Steps of a plan watched again on the CPU, as is every later thousandth: losses may need more memory later on."""
+"""Numbers of the steps of a plan that are watched again on the CPU, with every thousandth: losses may grow later."""
 
 
 class _Alive:
-    """A token that lives as long as its step may go on: the graphs of its outputs hold it, then the backward passes."""
+    """A token that exists until its step is over: first the graphs of the outputs hold it, then the backward passes."""
 
     __slots__ = ("__weakref__",)
 
@@ -73,20 +73,20 @@ class WatchedStep:
         self._gradients = gradients  # storages of gradients that existed when the step began
         self._token: weakref.ref[_Alive] | None = None
         self._most, self._one_plan = 1, True
-        self._losses: list[str] = []  # names of the phases after each forward, up to the first gradient's arrival
-        self._backwards, self._done = 0, 0  # number of backwards of forwards that have begun, and that are over
-        self._in_first_pass = 0  # number of forwards that go backward in the first pass
-        self._outputs_held = False  # whether outputs other than the loss still exist when its backward is over
+        self._losses: list[str] = []  # names of the phases that begin when a forward returns, before any backward
+        self._backwards, self._done = 0, 0  # numbers of forwards whose backward has begun, and whose backward is over
+        self._in_first_pass = 0  # number of forwards through which the first backward pass goes
+        self._outputs_held = False  # whether the caller holds outputs other than the loss when its backward is over
         self._retained: list[weakref.ref[_Owned]] = []
         self._differentiated: list[_Alive] = []
         self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
-        """Count a forward by `plan`, one of `in_flight`, to this step. False if it is over or has `_MOST_FORWARDS`."""
+        """Add a forward by `plan`, one of `in_flight`, to this step. False if the step is over or has too many."""
         if self._token is None or self._token() is None:
             return False
         if self.forwards == _MOST_FORWARDS:
-            self._plan.watched = self._sequence  # do not watch the next step, which would not end, either
+            self._plan.watched = self._sequence  # do not watch the next step, which would have as many
             return False
         self._most = max(self._most, in_flight)
         self._one_plan = self._one_plan and plan is self._plan
@@ -97,11 +97,11 @@ class WatchedStep:
         token = None if self._token is None else self._token()
         if token is None:
             if self.forwards:
-                return  # the step is over: its other outputs were dropped while this forward ran
+                return  # the step is over: the outputs of its other forwards were dropped while this one ran
             token = _Alive()
             self._token = weakref.ref(token)
-            # The step is over when the last owner releases the token: with its last backward pass, or without one if
-            # the outputs were dropped.
+            # The step is over when nothing holds the token any more: after the last backward pass, or when the outputs
+            # were dropped.
             weakref.finalize(token, self._over).atexit = False
         self.forwards += 1
         loss = f"loss {self.forwards}"
@@ -115,7 +115,7 @@ class WatchedStep:
             tensor.register_hook(partial(self._gradient_arrived, owned, held))
 
     def drop_retained(self) -> None:
-        """End the step if only retained graphs keep it going."""
+        """Release the token where retained graphs hold it, which ends the step unless other graphs hold it."""
         for each in self._retained:
             if (owned := each()) is not None:
                 owned.token = None
@@ -123,7 +123,7 @@ class WatchedStep:
         self._stop_waiting()
 
     def _wait_for_last_pass(self, token: _Alive) -> None:
-        """End the step with the next pass to a parameter that retains no graph, even if it reaches no output."""
+        """End the step when a pass that frees the graph next reaches a parameter, even if it reaches no output."""
         trained = [each for each in self._model.core.parameters() if each.requires_grad]
         if not self._differentiated and trained:
             self._differentiated.append(token)
@@ -140,10 +140,10 @@ class WatchedStep:
 
     def _gradient_arrived(self, owned: _Owned, held: Callable[[], bool] | None, gradient: torch.Tensor) -> None:
         task = current_task()
-        if owned.token is None or owned.task == task:  # another output's gradient came first
+        if owned.token is None or owned.task == task:  # the gradient of another output has come first
             return
         owned.task, token = task, owned.token
-        if retains_graph():  # another pass may follow, and need more
+        if retains_graph():  # another pass may follow, and need more memory
             self._retained.append(weakref.ref(owned))
             if torch.is_grad_enabled():
                 self._wait_for_last_pass(token)
@@ -151,13 +151,13 @@ class WatchedStep:
             owned.token = None
         self._backwards += 1
         self.watch.mark(f"backward {self._backwards}")
-        # The callback holds the token. The pass calls it while the engine works, when no watch can be stopped (Rule 3
-        # of the Note in `rotor_profiling/step.py`), and frees it when the engine returns to its caller.
+        # The callback holds the token. The pass calls it inside the engine, where no watch can be stopped (Rule 3 of
+        # the Note in `rotor_profiling/step.py`), and frees it, with the token, when the engine returns to its caller.
         torch_compat.queue_callback(partial(self._pass_done, token, held))
 
     def _pass_done(self, token: _Alive, held: Callable[[], bool] | None) -> None:
         self._done += 1
-        # Check outputs now, when the pass is over: before, the graph itself may have held them.
+        # Check outputs when the pass is over: earlier, not only the caller but also the graph may hold them.
         self._outputs_held = self._outputs_held or (held is not None and held())
         self._in_first_pass = self._in_first_pass or self._backwards
         self.watch.mark(f"after {self._done}")
@@ -165,14 +165,14 @@ class WatchedStep:
     def _over(self) -> None:
         phases = self.watch.stop()
         self._stop_waiting()
-        # Gradients freed during the step would count on top of the new ones (Rule 4 of the Note in
-        # `rotor_profiling/step.py`).
+        # If gradients from before the step were freed in it, the watch may not have seen that, and counts them still
+        # (Rule 4 of the Note in `rotor_profiling/step.py`).
         if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
             return
         plan, peak_bytes = self._plan, max(phase.peak for phase in phases.values())
         plan.watched = self._sequence
         if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
-            return  # the plan has a new sequence, or gets one for more forwards in flight
+            return  # the plan has a new sequence by now, or gets one for more forwards in flight
         if plan.overruns > _MOST_OVERRUNS and peak_bytes <= (1 + MARGIN) * plan.told_bytes:
             return  # an earlier warning has named a peak about as large
         if self._one_plan:
@@ -182,7 +182,7 @@ class WatchedStep:
             loss, held = self._loss(phases), self._outputs_held
             account_for(loss, peak_bytes, self._limit_bytes, plan, self._model, outputs_held=held)
         elif peak_bytes > self._limit_bytes:
-            # It is unknown which of the plans to change.
+            # Change no plan: the watch does not show by which plan's forward the step exceeded the limit.
             plan.overruns, plan.told_bytes = plan.overruns + 1, max(plan.told_bytes, peak_bytes)
             more = (
                 " Its forwards follow several plans, so these stay as they are: training goes on, beyond the limit. "
@@ -191,7 +191,7 @@ class WatchedStep:
             _warn_over_limit(self._model, peak_bytes, self._limit_bytes, more)
 
     def _loss(self, phases: dict[str, Phase]) -> Phase:
-        """Return the memory of one loss: an equal share for each if several forwards go backward in one pass."""
+        """Return the memory of one loss. If one pass goes through several forwards, each counts for an equal share."""
         *before, last = (phases[name] for name in self._losses)
         rise = sum(phase.kept for phase in before) + last.rise
         kept = sum(phase.kept for phase in (*before, last))
@@ -200,13 +200,14 @@ class WatchedStep:
 
 
 _MOST_OVERRUNS = 1
-"""Number of steps over the limit that solve again. The next one only logs a warning, as do later, larger ones."""
+"""Number of steps over the limit after which the planner solves again. After the next one, it only warns, and then
+only of larger peaks."""
 
 
 class WatchedSteps:
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
-        # the last step; the graphs of its outputs keep it and its plan alive
+        # the last watched step; only the graphs of its outputs keep the step alive
         self._step: weakref.ref[WatchedStep] | None = None
         self._watch: StepWatch | None = None
         self._running: WatchedStep | None = None
@@ -214,18 +215,18 @@ class WatchedSteps:
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []  # storages of the last watched step's outputs
 
     def forward_begins(self, plan: StepPlan, value: Any, in_flight: int) -> None:
-        """Watch the step that a forward on `value` begins or joins, if steps by `plan` are to be watched (`_begin`)."""
+        """Add a forward on `value` to the watched step in progress, or begin to watch a new step (see `_begin`)."""
         self.end_retained()
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
             if self._watch is not None:
-                self._watch.stop()  # the last step ended long ago, or its end is unknown
+                self._watch.stop()  # of an earlier step, which has ended, or whose end nothing shows
             step = None if in_flight else self._begin(plan, value)
             self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
         self._running = step
 
     def end_retained(self) -> None:
-        """End a step that only retained graphs keep going, since an optimizer steps or the next forward begins."""
+        """End a step that only retained graphs keep from ending. Called before optimizer steps and forwards."""
         step = None if self._step is None else self._step()
         if step is not None:
             step.drop_retained()
@@ -240,7 +241,7 @@ class WatchedSteps:
         if asked is False:
             return None
         plan.steps += 1
-        # Cache the device: on CUDA, every step needs it, and inspecting all parameters takes longer than the watch.
+        # Cache the device: on CUDA, every step is watched, and finding the device takes longer than watching.
         if self._device is None or self._device[0] is not plan:
             self._device = plan, self._model.device_of(plan.input_spec)
         device, present_bytes = self._device[1], 0
@@ -253,18 +254,18 @@ class WatchedSteps:
         if device.type == "cpu":
             present = gradients_of(self._model.core.parameters())
             present_bytes = self._present_bytes(plan, value, present, device)
-            # Without sparse gradients: accumulation replaces these, and both exist meanwhile.
+            # Omit sparse gradients: accumulation replaces them by new ones, so they are freed in any step.
             gradients = _weakly(each for each in present if each.layout == torch.strided)
         limit = self._model.limit_bytes(device)
         watch = watch_step(device, present_bytes, limit)
         return None if watch is None else WatchedStep(watch, self._model, plan, limit, gradients)
 
     def _present_bytes(self, plan: StepPlan, value: Any, gradients: list[torch.Tensor], device: torch.device) -> int:
-        """Return the bytes in memory when a step on the CPU begins, which no counter of PyTorch knows."""
+        """Return the bytes of tensors that exist when a step on the CPU begins. PyTorch has no counter for these."""
         core = self._model.core
         present = [*core.parameters(), *core.buffers(), *gradients, *tensors_in(value)]
-        # The caller may hold the last output until the new one exists. Optimizer state counts even if only the first
-        # step will make it, so that all steps compare alike.
+        # Count the last output, which the caller may hold until it gets the new one, and optimizer state, even before
+        # the first optimizer step makes it: so all steps count the same.
         outputs = sum(storage.nbytes() for each in self._outputs if (storage := each()) is not None)
         on_device = storage_bytes(tensor for tensor in present if tensor.device == device)
         if self._model.settings.step_in_backward is not None:
@@ -290,15 +291,15 @@ def _most_alive(storages: list[weakref.ref[torch.UntypedStorage]], nbytes: int) 
 
 
 _WORTH_SAYING = 10
-"""A warning names each cause of more than a tenth of the overrun. A guess, which only changes the warning's text."""
+"""A warning names each cause of more than 1/10 of the bytes over the limit. A guess, on which only texts depend."""
 
 
 def account_for(
     loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel, *, outputs_held: bool
 ) -> None:
-    """Correct the budget of `plan` by a step that took `peak_bytes`, and its loss the memory `loss`. If the corrected
-    peak exceeds `limit`, warn, and solve again where allowed. `outputs_held`: whether the caller has held other outputs
-    than the loss through the backward.
+    """Correct the budget of `plan` after a step that took `peak_bytes`, of which its loss took `loss`. If the corrected
+    peak exceeds `limit`, warn, and solve again if the plan may change. `outputs_held`: whether the caller has held
+    outputs other than the loss through the backward.
     """
     plan.store_changed(model.settings)  # before solving: the next plan must store these stages
     measurement, budget = plan.measurement, plan.budget
@@ -309,16 +310,16 @@ def account_for(
         measurement = replace(measurement, outputs_held=True, output_held=True)
         budget = budget.with_outputs_held(plan.measurement, measurement, fresh_gradients=plan.fresh_gradients)
     planned, gradient, dropped = measurement.loss, budget.chain.activation[-1], measurement.dropped_bytes
-    # As `measure_loss` does, leave out the output's gradient, which the chain counts, and add outputs freed meanwhile.
+    # As in `measure_loss`, subtract the output's gradient, which the chain counts, and add outputs dropped in the loss.
     rise, kept = (loss.rise and loss.rise + dropped) - gradient, loss.kept + dropped - gradient
     temp, kept = max(planned.temp_bytes, rise), max(planned.kept_bytes, kept)
     found = replace(planned, temp_bytes=temp, kept_bytes=kept)
     if found == planned and not outputs_held and peak_bytes <= limit:
         return
-    limit = max(limit, before)  # a plan may exceed the limit, after a warning
+    limit = max(limit, before)  # if the plan itself exceeds the limit, a warning has said so: compare with the plan
     measurement = replace(measurement, loss=found)
     budget = budget.with_found(measurement, kept - planned.kept_bytes, fresh_gradients=plan.fresh_gradients)
-    # Bytes that the loss does not explain count as held throughout the step.
+    # Count bytes over the limit that are not the loss's as held throughout the step.
     other = max(0, peak_bytes - budget.peak_bytes(plan.sequence)) if peak_bytes > limit else 0
     budget = budget.with_found(measurement, other, fresh_gradients=plan.fresh_gradients)
     peak = budget.peak_bytes(plan.sequence)
@@ -379,12 +380,12 @@ def _warn_over_limit(model: TrainedModel, peak: int, limit: int, more: str, **nu
 
 
 MARGIN = 0.05
-"""Share of a predicted or reported peak by which a step may differ without a warning. A guess: transformers differ by
-less than a hundredth, convolutions by more if a library allocates much memory. A smaller margin costs needless
-measurements, a larger one hides wrong predictions."""
+"""Share of a predicted peak, or of one that a warning has named, by which a step's peak may differ without a warning. A
+guess: transformers differ by less than a hundredth, convolutions by more if a library allocates much memory. A smaller
+margin costs needless measurements, a larger one hides wrong predictions."""
 _MOST_ASKED = 16
-"""Number of forwards in which processes exchange whether the prediction holds. A guess: the first watched step shows
-it; with too few, steps go on by a wrong prediction."""
+"""Number of forwards in which processes tell each other whether the prediction holds. A guess: the first watched step
+shows it. With too few, a wrong prediction stays."""
 
 
 def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
@@ -397,8 +398,8 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
         budget.fixed.total + budget.before_bytes,
         budget.beside_chain(plan.sequence) + simulate(budget.chain, plan.sequence).peak,
     )
-    # The first step only makes the gradients that later steps find. On the CPU, a watch already counts the state that
-    # an optimizer will make when it steps; on CUDA, it does not.
+    # The first step begins without the gradients that the prediction counts and, on CUDA, without the optimizer state,
+    # which the optimizer's first step makes. On the CPU, `_present_bytes` counts that state from the beginning.
     on_cpu = model.device_of(plan.input_spec).type == "cpu"
     missing = budget.fixed.gradients + (0 if on_cpu else budget.fixed.optimizer)
     plan.prediction_holds = (1 - MARGIN) * expected - missing <= peak_bytes <= (1 + MARGIN) * expected
@@ -419,8 +420,8 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
 def disproved(plan: StepPlan, model: TrainedModel, *, as_large: bool) -> bool:
     """Whether a step has disproved the prediction of `plan`, so that the model has to be measured now.
 
-    Either all processes measure or none. They exchange results in the forwards after the first, and measure as soon as
-    one has a wrong prediction and all have a batch `as_large` as the plan's: measured on less, a plan would refuse it.
+    Either all processes measure or none. They exchange their results before the second and later forwards. All measure
+    once a process has a wrong prediction and all have a batch `as_large` as the plan's, which the new plan must cover.
     """
     if plan.file is None or plan.file.predicted_for is None:
         return False
