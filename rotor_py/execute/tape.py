@@ -2,40 +2,41 @@
 
 # Note [Replaying a sequence inside autograd]
 #
-# The chain joins the caller's graph stage by stage, and the engine walks it backwards.
+# Each stage adds its own nodes to the caller's graph, and autograd's engine calls these in the backward.
 #
 #  1. A stage whose first forward is `Fe` runs as in plain training: its own operators are in the caller's graph, and
 #     the engine runs its backward.
 #  2. Every other stage is one node of the graph (see `StageNode`), with the stage's parameters among its inputs. So the
-#     engine knows every parameter: hooks fire, `autograd.grad` finds them, and DistributedDataParallel sends its
-#     buckets as soon as gradients are made.
+#     engine knows every parameter: it calls their hooks, `autograd.grad` finds them, and DistributedDataParallel sends
+#     a bucket as soon as its gradients are made.
 #  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including the
 #     `B` of its stage.
 #  4. The first run of a stage changes buffers and the random state. Before it, the tape records the forward state:
 #     buffers, random state and autocast. A recompute starts from this state, and undoes its own changes. The plan's
-#     runners hold no state: they also serve other forwards in flight.
-#  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. The tape holds no
-#     reference to the graph, so there are no cycles, and dropping the output drops everything.
+#     runners hold no state, since they also serve other forwards in flight.
+#  5. The tape keeps inputs detached. It holds no reference to the caller's graph, which refers to the tape: so there
+#     are no cycles, and if the caller drops the output, everything is freed.
 #  6. The tape releases an input as soon as no later operation reads it.
-#  7. The inner graph of a recomputed stage ends at aliases of the parameters, and at an entry without a tensor (see
-#     `StageRunner.attach`): an input that the backward does not need is freed as in plain training.
+#  7. The inner graph of a recomputed stage ends at aliases of the parameters, and at a node that holds no tensor (see
+#     `StageRunner.attach`). So an input that the backward does not need is freed, as in plain training.
 #  8. The number of its graph task identifies a backward pass. A pass that retains the graph works on a copy of the
 #     tape's values, so that another can follow. Any other pass consumes the nodes that it goes through, and leaves only
-#     values that other nodes need: usually none. A second pass through a consumed node is refused (see `Passes`).
+#     values that other nodes need: usually none. A second pass through a consumed node raises an error (see `Passes`).
 #  9. Forwards right before the backward of a stage of rule 1 run from a hook on that stage's output, when its gradient
 #     arrives. Only sequences by hand have such forwards.
-# 10. An error ends the forward or the backward pass that raises it. The tape releases its values at once: the error's
-#     traceback would keep them. Values held for a retained graph stay for the next pass, as in plain training.
+# 10. If a forward or a backward pass raises an error, the tape releases the values of this pass at once, which the
+#     error's traceback would keep. Values held for a retained graph stay for the next pass, as in plain training.
 # 11. In a zero-bubble pipeline, a first backward asks for gradients of inputs only, and a second one for gradients of
 #     parameters. The first computes both, and keeps the parameter gradients (see `Unclaimed`).
-# 12. A forward right before the backward of its stage skips its output, which is unused (see `stage.skipped_output`).
+# 12. A recompute right before the backward of its stage only allocates the stage's output, which nothing reads, and
+#     does not compute it (see `stage.skipped_output`).
 # 13. An `OOMRetryTape` recomputes after an out-of-memory error. It makes every stage a node (see its own Note).
-# 14. Wait for a gradient with a pending collective (tensor parallelism) before stages are recomputed: tensors in a
-#     collective stay in memory until the wait. `StageRunner` waits for outputs at the end of a stage.
+# 14. If a collective is pending for a gradient (tensor parallelism), the tape waits for it before it recomputes stages:
+#     the collective keeps its tensors in memory until then. `StageRunner` waits for outputs at the end of a stage.
 # 15. Saved tensors of stages of rule 1 may be offloaded and fetched. The tape waits for copies out, and begins copies
 #     back, right before the operations that the plan names, even if the engine runs these operations (`Moving`).
 # 16. Consecutive stages of rule 1 run as one function, if they can and nothing is offloaded in between. This function
-#     takes its input in a list, which it empties: other arguments would live until it returns.
+#     gets its input in a list, which it empties: tensors in other arguments would exist until it returns.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ from rotor_solver.offload import Moves
 
 @dataclass(slots=True)
 class Moving:
-    """Offload the saved tensors of one forward to `tier`, and fetch them for its backward. `position`: next operation.
+    """Offloads the saved tensors of one forward to `tier`, and fetches them for its backward.
 
-    It waits for each copy out, and fetches each tensor, once, in the order of the sequence. A backward in another order
-    is still correct: a tensor that has not been fetched is fetched when it is read.
+    Waits and fetches are done once, in the order of the sequence; `position` is the index of the next operation. If the
+    backward has another order, a tensor that has not been fetched is fetched when it is read.
     """
 
     moves: Moves
@@ -95,7 +96,7 @@ class Moving:
             for stage in self.moves.fetch[self.position]:
                 if stage in self._away:
                     self._away[stage].fetch()
-            # Advance last, so that the next call after an error raises the same error.
+            # Advance last, so that the next call repeats the wait, and raises the error of a failed copy again.
             self.position += 1
 
     def forward(self, runner: StageRunner, stage: int, value: Any, context: tuple[Any, ...]) -> Any:
@@ -107,12 +108,12 @@ class Moving:
         return output
 
 
-_TENSOR = object()  # Marks a tensor's position in a frame. Not None, which a value may contain.
+_TENSOR = object()  # stands for a tensor in a frame, where None may be a value
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A nested value without its tensors, which nodes take and return one by one: autograd tracks only these."""
+    """A nested value without its tensors: autograd tracks only those that a node takes and returns one by one."""
 
     spec: TreeSpec | Structure
     leaves: tuple[Any, ...]
@@ -131,7 +132,7 @@ class Frame:
 
 
 class StageNode(torch.autograd.Function):
-    """One stage, run without a graph in the forward, and by its tape in the backward (Rule 2)."""
+    """One stage as a node: runs without a graph in the forward; in the backward, the tape recomputes it (Rule 2)."""
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, stage: int, frame: Frame, *tensors: torch.Tensor) -> Any:
@@ -146,8 +147,8 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         """Return the gradients of a stage's input and parameters; compute those of parameters only once (Rule 11)."""
-        # In a backward, grad mode is on only with create_graph=True. The graph of a recomputed stage is not part of
-        # the caller's, so second derivatives would be silently wrong.
+        # In a backward, grad mode is on only with create_graph=True. The caller's graph does not contain that of a
+        # recomputed stage, so second derivatives would be silently wrong.
         if torch.is_grad_enabled():
             name = ctx.tape.runners[ctx.stage].name
             ctx.tape.note_passed()
@@ -178,11 +179,11 @@ class CheckpointOptim(StageNode):
 
         `apply(functions, sequence, names, preserve_rng_state, arg)`: `functions` are the stages (modules, or callables
         without parameters), each called with the output of the one before, the first with `arg`; `sequence` is a
-        `Sequence` or its text; `names` name the stages in errors. Recomputed stages draw the same random numbers if
-        `preserve_rng_state`. Returns the output of the last stage.
+        `Sequence` or its text; errors contain `names`, one for each stage. Recomputed stages draw the same random
+        numbers as in the forward if `preserve_rng_state` is True. Returns the output of the last stage.
 
-        Raises ValueError if the sequence is not valid for so many stages, or if names and functions differ in number;
-        RuntimeError if a stage overwrites its own input and has to be recomputed from it.
+        Raises ValueError if the sequence is not valid for as many stages, or if names and functions differ in number;
+        RuntimeError if a stage to recompute overwrites its own input.
         """
         functions, sequence, names, preserve_rng_state, arg = args
         runners = [
@@ -196,11 +197,12 @@ class CheckpointOptim(StageNode):
 class Tape:
     """The state shared by the nodes of one forward. It keeps stage inputs in `store`, and offloads to `tier`.
 
-    The tape adds to `changed` the names of stages that cannot be recomputed, since values that they read have changed.
+    The tape adds to `changed` the names of stages that later plans have to store: values that they read have changed,
+    or a backward with create_graph=True goes through them.
     """
 
     why_a_node = "which is recomputed in the backward; plans of later steps store it if the limit has room"
-    """Part of an error message: why a stage is a node, and how to get its operators into the caller's graph."""
+    """Part of the error about create_graph=True: why the stage is a node, and what avoids that."""
 
     def __init__(
         self,
@@ -214,13 +216,13 @@ class Tape:
         self.context = context
         self._changed = set() if changed is None else changed
         self._shared = tensors_in(context)
-        # Set storage options now: in some stages, they change forwards without a graph, too.
+        # Set storage options before the first run: in some stages, they change forwards without a graph, too.
         self.runners = (runners if isinstance(runners, Runners) else Runners.of(runners)).by(instructions.options)
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
-        self._kept: dict[int, list[int]] = {}  # by stage, the versions of its kept input's tensors when it was kept
-        self.frames: dict[int, Frame] = {}  # frames of stage outputs: a node can return only tensors
+        self._kept: dict[int, list[int]] = {}  # maps stages to the versions of their input's tensors when it was kept
+        self.frames: dict[int, Frame] = {}  # maps stages to frames of their outputs: a node can return only tensors
         self.passes = Passes(Held(ActivationStore() if store is None else store), instructions)
         self._moving: Moving | None = None
         if instructions.moves is not None:
@@ -234,7 +236,7 @@ class Tape:
         self._changed |= {self.runners[stage].name for stage, node in self.passes.nodes.items() if goes_through(node)}
 
     def forward(self, value: Any) -> Any:
-        """Run the operations before the loss on the chain's input `value`; return the output, in the caller's graph."""
+        """Run the operations before the loss on the chain's input `value`; return its output, in the caller's graph."""
         held = self.passes.left
         assert held is not None
         try:
@@ -287,7 +289,7 @@ class Tape:
         if stage in self.instructions.awaited:  # Rule 9
             for tensor in tensors_in(value):
                 if tensor.requires_grad:
-                    # Called once per tensor. Only the first call runs operations: it advances `position`.
+                    # Each output tensor calls this. Only the first call finds operations to run.
                     tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
         held.inputs.drop_all_but(step.live)
         return value
@@ -298,10 +300,10 @@ class Tape:
         return self.frames.pop(stage).filled(made)
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Run a stage inside its node, so that it can be recomputed, and record the forward state (Rule 4).
+        """Run a stage inside its node, and record the forward state, so that it can be recomputed (Rule 4).
 
-        Returns its output, without a graph, and the output tensors that have no gradient in plain training. Autograd
-        would otherwise give every floating output of a node a gradient if any of its inputs has one.
+        Returns its output, without a graph, and the output tensors that have no gradient in plain training. Otherwise,
+        autograd gives every floating-point output of a node a gradient if any of its inputs has one.
         """
         runner = self.runners[stage]
         output = self._first(runner, stage, value, value)
@@ -314,15 +316,15 @@ class Tape:
         return output
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Run the operations through `B` of `stage` (Rule 3); return the gradients of its input and parameters."""
+        """Run the operations up to and with `B` of `stage` (Rule 3); return its input's and parameters' gradients."""
         wait_for(gradients)  # Rule 14: before stages are recomputed
-        with undoing(), self.passes.resume(stage) as current:  # `undoing`: if a recompute is interrupted
+        with undoing(), self.passes.resume(stage) as current:  # `undoing` restores state after an interrupted recompute
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
             current.held.inputs.drop_all_but(self.instructions.replay[self.instructions.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
             if self.passes.left is None and stage not in self.instructions.runs_after_backward:
-                self.surroundings.pop(stage, None)  # release it now: whoever holds the output holds the tape
+                self.surroundings.pop(stage, None)  # release it now: the tape exists as long as the caller's output
             return found
 
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
@@ -330,7 +332,7 @@ class Tape:
         if not goes_through_any(self.passes.nodes.values()):
             if self._moving is not None:
                 self._moving.come_to(len(self.instructions.forward) + 1 + self.instructions.backward_at[stage])
-            return  # this pass computes gradients of this stage's parameters only, which need no recompute
+            return  # this pass goes through no node of the tape, so nothing is recomputed
         wait_for(gradient)  # Rule 14: before stages are recomputed
         with self.passes.resume(stage) as current:
             self._advance(current, stage)
@@ -342,7 +344,7 @@ class Tape:
             if moving is not None:  # Rule 15
                 moving.come_to(loss + 1 + position)
             if isinstance(step.operation, Backward):
-                # The engine has run this backward, or no gradient reached the stage, so its graph is unused.
+                # The engine has run this backward itself, or no gradient has reached the stage: drop its graph.
                 current.held.attached.pop(step.operation.stage, None)
                 current.held.inputs.drop_all_but(step.live)
             else:
@@ -364,7 +366,7 @@ class Tape:
         self._refuse_written(held, stage)
         before = self._versions(value)
         if isinstance(step.operation, ForwardEnable):
-            # Detaching cleared `requires_grad`: set it as in the first run.
+            # The kept tensors are detached, which cleared `requires_grad`: set it as in the first run.
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
             held.attached[stage], output = self._runner(step).attach(
@@ -379,7 +381,7 @@ class Tape:
         held.inputs.drop_all_but(step.live)
 
     def _refuse_lost_gradients(self, stage: int, attached: AttachedStage) -> None:
-        """Raise InvalidStateError if an output requires a gradient that the stage's node declared as missing."""
+        """Raise InvalidStateError if an output has a gradient now, though the node has marked it as having none."""
         runner = self.runners[stage]
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         if lost := [i for i in known if i < len(attached.outputs) and attached.outputs[i] is not None]:
@@ -387,9 +389,9 @@ class Tape:
             raise InvalidStateError(text, kind="rerun_differs", stage=stage, name=runner.name)
 
     def _without_gradient(self, runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
-        """Return output tensors that have no gradient: inputs passed on without one, and those found by measuring."""
+        """Return output tensors that have no gradient: passed-on inputs without one, and others known by measuring."""
         passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-        # Measuring says nothing about a stage that skips layers at random: outputs lack a gradient in some steps only.
+        # Ignore measurements of a stage that skips layers at random: its outputs lack gradients only in some steps.
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]
 
@@ -404,7 +406,7 @@ class Tape:
             self._kept[stage] = [tensor._version for tensor in held.inputs.held_tensors(stage)]
 
     def _refuse_written(self, held: Held, stage: int) -> None:
-        """Raise StageChangedError, as autograd would, if the stage's input was written to after the tape kept it."""
+        """Raise StageChangedError if an in-place operator has written to the stage's input after the tape kept it."""
         now = [tensor._version for tensor in held.inputs.held_tensors(stage)]
         if stage in self._kept and now != self._kept[stage]:
             was, is_now = (" ".join(f"at version {each}" for each in versions) for versions in (self._kept[stage], now))
@@ -429,9 +431,9 @@ class _MeasuringTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs a stage as a `StageNode`, whose Python code may take longer than a small stage.
+    """Return a function that runs a stage as a `StageNode`, to time it: a node's Python code may outlast a small stage.
 
-    An empty stage runs first: in a step, other nodes run before this one, so their code is in the CPU's caches.
+    Runs a trivial stage as a node first, so that the code of nodes is in the CPU's caches, as it is during a step.
     """
     instructions = read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
     value = torch.ones(1, device="cpu", requires_grad=True)
