@@ -1,6 +1,6 @@
-"""Offload activations to a file. Two threads copy directly between the file and the memory of tensors.
+"""Offload activations to a file. One thread writes memory of tensors to the file, another reads it back.
 
-The file has no name, so no other process can remove it, and nothing remains after a crash.
+The file has no name, so no other process can remove it, and the system frees it when the process ends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rotor_py.errors import OffloadError
 from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
-# Bytes per system call. A copy can stop between two calls. A guess: a call takes a few milliseconds on NVMe.
+# Bytes per system call, between two of which a copy can be stopped. A guess: a call takes a few milliseconds on NVMe.
 _CHUNK = 8 * 2**20
-ALIGNMENT = 4096  # ranges of the file begin and end at multiples of 4096 bytes, so that no page belongs to two copies
+ALIGNMENT = 4096  # bytes. Ranges of the file begin and end at multiples of it, so that no page belongs to two copies
 
 
 class FileTier(Tier):
-    """Tier for storages on the CPU: one preallocated, unnamed file in `folder`, a writing and a reading thread."""
+    """Tier for storages on the CPU: a preallocated, unnamed file in `folder`, a thread that writes, one that reads."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -43,7 +43,7 @@ class FileTier(Tier):
         self._file = NamelessFile(self.folder)
         self._space = FileSpace()
         self._lock = threading.Lock()
-        # Ranges to free, each when its last copy is over. Appending to a deque needs no lock.
+        # Ranges to free, each with its last copy, which has to be over first. Appending to a deque needs no lock.
         self._given_up: deque[tuple[Extent, Copy | None]] = deque()
         self.leaving, self.returning = CopyingThread("rotor writes"), CopyingThread("rotor reads")
         self._closing = weakref.finalize(self, _close, self._file, self.leaving, self.returning)
@@ -72,7 +72,7 @@ class FileTier(Tier):
         return MovedToFile(self, self._file, extent, storage)
 
     def give_up(self, extent: Extent, copy: Copy | None) -> None:
-        """Free a range of the file once `copy` is over. The garbage collector may call this in any thread."""
+        """Free `extent` of the file once `copy` is over. The garbage collector may call this in any thread."""
         self._given_up.append((extent, copy))
 
     def close(self) -> None:
@@ -111,11 +111,11 @@ class MovedToFile(Moved):
     def wait_out(self) -> None:
         if self._leaving is None:
             return
-        self._leaving.wait()  # if this raises, the storage and this object are unchanged
+        self._leaving.wait()  # if this raises, this object still holds the storage
         self._leaving = self._storage = None
 
     def fetch(self) -> None:
-        if self._storage is not None:  # the memory was not released, so nothing need be read from the file
+        if self._storage is not None:  # `wait_out` has not released it, or it was fetched: read nothing from the file
             if self._returning is None:
                 self._give_up_extent()
             return
@@ -132,7 +132,7 @@ class MovedToFile(Moved):
             try:
                 self._returning.wait()
             except OffloadError:
-                self._returning = self._storage = None  # so that a second call does not return half-read memory
+                self._returning = self._storage = None  # a second call must not return this half-read memory
                 raise
             self._returning = None
             self._give_up_extent()
@@ -144,7 +144,7 @@ class MovedToFile(Moved):
         copy = self._leaving or self._returning
         self._leaving = self._returning = None
         if copy is not None:
-            copy.abandon()  # the copy holds the memory until it is over (Rule 4 in `offload_saved.py`)
+            copy.abandon()  # the copy itself holds the memory until it is over (Rule 4 in `offload_saved.py`)
         if extent is not None:
             self._tier.give_up(extent, copy)
 
@@ -154,7 +154,7 @@ class MovedToFile(Moved):
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return a storage's memory without a reference to the storage: a copying thread must not free memory (Rule 3)."""
+    """Return a view of a storage's memory that does not hold the storage: a copying thread must free none (Rule 3)."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
@@ -165,7 +165,7 @@ def _close(file: NamelessFile, *threads: CopyingThread) -> None:
 
 
 class Copy:
-    """A copy that `run` makes without the GIL. The object holds `keeps`, the storage copied, until the copy is over."""
+    """One copy, made by `run`, which releases the GIL. Holds `keeps`, the storage, until the copy is over."""
 
     def __init__(self, run: Callable[[], None], keeps: Any) -> None:
         self._run: Callable[[], None] | None = run
@@ -182,7 +182,7 @@ class Copy:
         """Wait for the copy and drop the reference to its storage. Raises OffloadError if the copy failed."""
         self._over.wait()
         self._keeps = None
-        # Raise a new error each time: a stored one would keep its frames, and so this copy, alive.
+        # Raise a new error each time: with a traceback, the stored one would refer to this frame, and so to this copy.
         if isinstance(self._error, OffloadError):
             raise copy.copy(self._error) from self._error.__cause__
         if self._error is not None:
@@ -191,8 +191,8 @@ class Copy:
             )
 
     def abandon(self) -> None:
-        """Drop the reference to the storage as soon as the copy is over; nothing will wait for this copy."""
-        # `do` sets and reads these two flags in the opposite order, so at least one thread sees both set.
+        """Drop the reference to the storage as soon as the copy is over. Call this instead of `wait`."""
+        # This sets `_abandoned`, then reads `over`; `do` sets `_over`, then reads `_abandoned`. So one sees both set.
         self._abandoned = True
         if self.over:
             self._keeps = None
@@ -210,7 +210,7 @@ class Copy:
 
 
 class CopyingThread:
-    """Runs copies in order, in one thread, which ends with this object."""
+    """Runs copies in the order in which they are started, in a thread of its own, from the first copy to `end`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -221,7 +221,7 @@ class CopyingThread:
     def start(self, copy: Copy) -> None:
         with self._starting:
             if self._thread is None:
-                # The thread refers only to the queue, so this object can be collected, which ends the thread.
+                # Give the thread only the queue, so that a waiting thread does not keep this object alive.
                 self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
                 self._thread.start()
         self._queue.put(copy)
@@ -240,7 +240,7 @@ def _work(queue: SimpleQueue[Copy | None]) -> None:
         if copy is None:
             return
         copy.do()
-        del copy  # hold no reference while waiting for the next copy
+        del copy  # hold no copy, and thus no storage, while waiting for the next one
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -255,7 +255,7 @@ class Extent:
 
 @dataclass(slots=True)
 class FileSpace:
-    """Allocates ranges of a file, first fit: steps that ask for equal sizes in the same order get the same ranges."""
+    """Allocates ranges of a file, first fit, so that steps with equal requests in the same order get equal ranges."""
 
     end: int = 0  # offset at which the last allocated range ends
     taken: int = 0  # bytes of the allocated ranges
@@ -289,14 +289,14 @@ class FileSpace:
 
 
 class NamelessFile:
-    """A preallocated, unnamed file of `size` bytes, which the system removes however the process ends."""
+    """A preallocated file of `size` bytes, without a name, so that the system removes it however the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.size = 0
-        self.stopped = False  # whether running copies must stop with an error
+        self.stopped = False  # whether the tier is closed, so that running copies must stop with an error
         try:
-            # On Linux, the file never has a name (O_TMPFILE). On other systems, the name is removed at once.
+            # On Linux, the file is made without a name (O_TMPFILE). On other systems, its name is removed at once.
             with tempfile.TemporaryFile(dir=folder) as file:
                 self.descriptor = os.dup(file.fileno())
         except OSError as error:
@@ -350,7 +350,7 @@ class NamelessFile:
             raise OffloadError(message, kind="file_closed", name=str(self.folder))
 
     def _failed(self, what: str, error: OSError) -> OffloadError:
-        # Ask the file for the free space, since its folder may have been removed.
+        # Read the free space by the file's descriptor, since its folder may have been removed.
         space = os.fstatvfs(self.descriptor)
         free = space.f_bavail * space.f_frsize
         return OffloadError(

@@ -3,10 +3,10 @@
 # Note [Streams]
 #
 #  1. Query the training stream before the copying stream becomes current: afterwards, `current_stream` returns the
-#     copying stream, and neither stream would wait for the other.
+#     copying stream, which would then wait for itself instead of for the training stream.
 #  2. A copy out waits for all work queued on the training stream, including the kernel that computes the bytes.
-#  3. The allocator gives freed memory to the training stream, whose next kernel may write to it. So the training stream
-#     waits for the copy before the memory is freed: the device waits, not the thread.
+#  3. The allocator gives freed memory to the training stream, whose next kernel may write to it. So the training
+#     stream, but not the Python thread, waits for the copy before the memory is freed.
 #  4. For the same reason, a copy back waits for the training stream: queued kernels may still read the previous content
 #     of the new memory. It also waits for the copy out of its bytes.
 #  5. A copy into a reused host buffer waits for the buffer's last copy.
@@ -27,8 +27,8 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
 _LEAST = 2**20  # bytes of the smallest buffer. A guess: smaller ones waste time on pinning, larger ones waste memory
-# Largest ratio of a buffer's bytes to those requested from it, and of all buffers to the peak of requests. Requests are
-# rounded up to powers of two, so with a ratio below two, requests of different sizes could not share buffers.
+# Bytes of a buffer, at most, divided by those of its request; and bytes of all buffers divided by the peak of requests.
+# Requests are rounded up to powers of two, so with a ratio below two, requests of different sizes share no buffer.
 _WASTE = 2
 
 
@@ -47,7 +47,7 @@ class HostTier(Tier):
         return self.buffers.taken_bytes
 
     def reserve(self, nbytes: int) -> None:
-        # Only check the host's memory. The first step pins buffers, when their number and sizes are known.
+        # Only compare with the host's memory: buffers are pinned in the first step, which shows their sizes.
         available = available_host_bytes() + self.buffers.pinned_bytes
         if nbytes > available:
             message = (
@@ -101,9 +101,9 @@ class MovedToHost(Moved):
     def fetch(self) -> None:
         if self._storage is not None:
             if self._arrived is None:
-                self._forget()  # the storage was not released, so its bytes need no copy back
+                self._forget()  # `wait_out` has not released the storage, so nothing is copied back
             return
-        training = torch.cuda.current_stream(self._device)  # Rule 1. A backward runs in the stream of its forward
+        training = torch.cuda.current_stream(self._device)  # Rule 1. Autograd runs a backward in its forward's stream
         with torch.cuda.device(self._device):
             self._storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
         self._training = training
@@ -126,7 +126,7 @@ class MovedToHost(Moved):
         return self._buffer.memory[: self.nbytes]
 
     def _forget(self) -> None:
-        """Release the buffer. The training stream waits for a running copy (Rule 3)."""
+        """Give the buffer back, and have the training stream wait for its last copy (Rule 3)."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -159,15 +159,16 @@ class PinnedBuffer:
 class PinnedBuffers:
     """A pool of pinned buffers, which are reused because pinning takes as long as many copies.
 
-    A request gets the smallest free buffer of once to twice its bytes. All take at most twice the peak of all requests.
+    A request, rounded up to a power of two, gets the smallest free buffer of once to twice its bytes, or a new one.
+    Free buffers are released for a new one until all buffers take at most twice the peak of all requests.
     """
 
     def __init__(self) -> None:
         self.taken_bytes = 0
         self.pinned_bytes = 0  # bytes of all buffers, taken or free
-        self._asked = self._most_asked = 0  # requested bytes, rounded up: now, and their peak
+        self._asked = self._most_asked = 0  # bytes of the requests in progress, rounded up, and the peak of these
         self._free: list[PinnedBuffer] = []  # sorted by size
-        # Reentrant, since the garbage collector may drop a `MovedToHost` at any time, even inside `take`.
+        # Reentrant, since the garbage collector may free a `MovedToHost`, which gives its buffer back, inside `take`.
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> PinnedBuffer:
@@ -202,7 +203,7 @@ class PinnedBuffers:
         before = len(self._free)
         while self._free and self.pinned_bytes > most:
             self.pinned_bytes -= self._free.pop().nbytes
-        # PyTorch caches freed pinned memory. torch 2.10 and newer can release it.
+        # PyTorch caches freed pinned memory. From torch 2.10 on, it can be made to release it.
         empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
         if len(self._free) < before and empty is not None and torch.cuda.is_initialized():
             empty()

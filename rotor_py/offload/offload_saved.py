@@ -3,13 +3,13 @@
 # Note [Offloading activations and fetching them]
 #
 #  1. Whole storages are offloaded, so tensors that are views of one storage are copied together, once.
-#  2. Copies run concurrently with training. The caller that starts a copy waits for it: `wait_out` before the memory is
-#     released, `storage` before the bytes are read.
+#  2. Copies run concurrently with training. Whoever starts a copy waits for it: in `wait_out` before the memory is
+#     released, in `storage` before the bytes are read.
 #  3. Only the training thread allocates and frees memory, never a copying thread. So allocations have one order, a plan
 #     can promise a peak, and CUDA's allocator knows the stream.
 #  4. Memory that a copy reads or writes exists until the copy is over, even if its bytes are no longer needed.
-#  5. A failed copy raises OffloadError in the training thread, when that waits for the copy. It leaks nothing: the
-#     tier's space is free again as soon as the `Moved` object is dropped.
+#  5. If a copy fails, the training thread raises OffloadError when it waits for the copy. Even then, the bytes in
+#     the tier are free again as soon as the `Moved` object is dropped.
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rotor_py.errors import InvalidStateError
 
 
 class Moved:
-    """A storage being copied to a tier, there, or being copied back. Dropping this object frees its space in the tier.
+    """An offloaded storage, on its way to a tier, in the tier or on its way back. Dropping it frees its tier bytes.
 
-    This base class is for fake tensors: it copies nothing, and frees the storage in `wait_out`.
+    This base class is for fake tensors, in predictions: it copies nothing, and frees the storage in `wait_out`.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -51,7 +51,7 @@ class Moved:
 
 
 class Tier:
-    """A place to offload storages to, used by one thread at a time. This base class simulates one, for fake tensors."""
+    """Memory to offload storages to, used by one thread at a time. This base class simulates one, for fake tensors."""
 
     name = "host"  # the tier's name in options: `host`, or `file:/path`
     moved_bytes = 0  # bytes offloaded so far
@@ -64,7 +64,7 @@ class Tier:
         """Reserve space for `nbytes` held at once. Raises OffloadError if the tier has less."""
 
     def move_out(self, storage: torch.UntypedStorage) -> Moved:
-        """Begin to offload a storage, to which nobody may write from now on. OffloadError if the tier has no space."""
+        """Begin to offload a storage, which must not be written to from now on. OffloadError if the tier is full."""
         self.moved_bytes += storage.nbytes()
         return Moved(storage)
 
@@ -72,11 +72,11 @@ class Tier:
         """Free all space after the running copies. Offloaded bytes are lost."""
 
 
-# Offloading starts after a stage has run: only then is it known which of the storages that autograd saved have other
-# references, such as the next stage's input. Offloading these would free nothing.
+# Offloading starts after a stage has run, since storages that autograd saved are offloaded only if nothing else refers
+# to them: to offload the stage's output, which is the next stage's input, would free nothing.
 
 
-# Smaller storages are not offloaded: handing a copy to a thread takes as long as copying 64 KiB (rough measurement).
+# Bytes of the smallest storage to offload: to start a copy takes as long as to copy 64 KiB (rough measurement).
 LEAST_BYTES = 64 * 2**10
 
 
@@ -93,7 +93,7 @@ class OffloadableStorages:
         return saved
 
     def offloadable(self) -> list[SavedStorage]:
-        """Return the unmodified storages to which only autograd refers. Call this after the stage has run."""
+        """Return the unmodified storages that only autograd refers to. Call this after the stage has run."""
         return [each for each in self._alive() if each.only_owner]
 
     def _alive(self) -> list[SavedStorage]:
@@ -131,7 +131,7 @@ class SavedStorage:
         memory = self._memory
         if memory is None or memory._version != self._writes:
             return False
-        # References of this object: the tensor, its base if it is a view, and the storage object in this query.
+        # Count this object's references: the tensor, its base if it is a view, and the storage object made just here.
         own = 3 if memory._is_view() else 2
         return bool(torch_compat.storage_use_count(memory.untyped_storage()._cdata) == own)
 

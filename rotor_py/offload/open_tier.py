@@ -18,16 +18,16 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_solver import InvalidValueError
 from rotor_solver.offload import Link
 
-# Share of the measured bandwidth on which plans count: training needs some, too. A guess: if too high, steps wait.
+# Share of the measured bandwidth that plans assume: training needs bandwidth, too. A guess: if too high, steps wait.
 _SHARE = 0.8
-_PIECE = 4 * 2**20  # bytes of one copy: so large that the fixed cost of a copy does not matter
+_PIECE = 4 * 2**20  # bytes of one measured copy, enough to make the time that a copy takes to start negligible
 # The bandwidth is measured for 0.2 s, but with at most 64 copies. Guesses.
 _SECONDS = 0.2
 _MOST_PIECES = 64
 
 
 def link_of(name: str, device: torch.device) -> Link:
-    """Return the bandwidths on which plans count: `_SHARE` of those of tier `name`, measured or simulated."""
+    """Return the bandwidths that plans assume for tier `name`: `_SHARE` of the measured or simulated one."""
     found = prediction()
     rate = math.floor(_SHARE * (measured_bandwidth(name, device) if found is None else found.host_bandwidth))
     return Link(rate, rate)
@@ -35,7 +35,7 @@ def link_of(name: str, device: torch.device) -> Link:
 
 @cache
 def measured_bandwidth(name: str, device: torch.device) -> float:
-    """Return a tier's bytes per second, measured once per process, so that all plans of a process assume the same."""
+    """Return the bytes per second of tier `name`, measured once, so that all plans of this process assume the same."""
     tier = opened(name)
     try:
         return measure_bandwidth(tier, device)
@@ -44,9 +44,9 @@ def measured_bandwidth(name: str, device: torch.device) -> float:
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> float:
-    """Measure the bytes per second of `tier` each way, while copies run both ways. Needs three pieces (12 MiB)."""
+    """Measure the bytes per second of `tier` in each direction, while copies run in both. Needs 12 MiB (3 pieces)."""
     source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
-    warm = tier.move_out(source)  # warm-up: the first copy creates threads and streams, and allocates the file
+    warm = tier.move_out(source)  # the first copy starts threads, makes streams and allocates the file: do not time it
     warm.wait_out()
     warm.storage()
     del warm
@@ -68,7 +68,7 @@ def measure_bandwidth(tier: Tier, device: torch.device) -> float:
 
 
 def checked_name(name: str) -> str:
-    """Return the tier name with an absolute path. Raises ValueError for an unknown or unavailable tier."""
+    """Return the tier name with an absolute path. Raises ValueError if there is no such tier or it cannot be opened."""
     refuse_other_names(name)
     if name != "host":
         name = f"{FILE}{Path(name.removeprefix(FILE)).expanduser().absolute()}"
