@@ -1,7 +1,7 @@
-"""Store every n-th layer's output, or each segment's input, and recompute the rest from it in the backward.
+"""Store every n-th layer's output, or each segment's input, and recompute all other activations in the backward.
 
-The forward records the random state, autocast and buffers with which a layer or segment runs. A recomputation restores
-them, so it returns the same bits.
+The forward records the random state, autocast and buffers with which each layer or segment runs. A recomputation
+restores these, so its results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Segment = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Store the outputs of layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; no output for n = 0.
+    """Which outputs to store: those of layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; none for n = 0.
 
-    Stores at most `max_checkpoints` outputs. With `use_mixed_precision`, rounds floating-point outputs to
-    `storage_dtype`, bfloat16 or float16, and converts them back to their own dtype for use.
+    At most `max_checkpoints` outputs are stored. With `use_mixed_precision`, floating-point outputs are stored in
+    `storage_dtype`, bfloat16 or float16, and converted back to their own dtype when they are read.
 
-    Raises ValueError for numbers that are negative or no integers, a `use_mixed_precision` that is no bool, and a
-    `storage_dtype` other than these two.
+    Raises ValueError if a number is negative or not an integer, if `use_mixed_precision` is not a bool, or if
+    `storage_dtype` is neither bfloat16 nor float16.
     """
 
     checkpoint_every_n_layers: int = 4
@@ -63,8 +63,8 @@ class CheckpointConfig:
 class ActivationCheckpointer:
     """Stores the outputs of layers 0, n, 2n, … as checkpoints, and recomputes the other outputs from them.
 
-    Outputs are tensors, or tuples, lists and dicts of them. Train with `checkpointed_forward`, or `save` outputs in a
-    loop of your own. Checkpoints stay in memory until `clear` or the next `checkpointed_forward`.
+    Outputs are tensors, or tuples, lists and dicts of tensors. Train with `checkpointed_forward`, or call `save` in a
+    loop of your own. Checkpoints stay in memory until you call `clear` or `checkpointed_forward` again.
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
@@ -78,10 +78,10 @@ class ActivationCheckpointer:
         return whole_number(layer_idx, "layer_idx") % n == 0 if n else False
 
     def save(self, layer_idx: int, activation: Any) -> None:
-        """Store `activation`, the output of a layer, if `is_checkpoint_layer`; else only count its bytes as saved.
+        """Store `activation`, a layer's output, if `is_checkpoint_layer`; else count its bytes as `memory_saved_bytes`.
 
-        Raises CheckpointLimitError (a ValueError) if `max_checkpoints` others are stored, and ValueError for an index
-        that is negative or no integer.
+        Raises CheckpointLimitError (a ValueError) if `max_checkpoints` other outputs are stored, and ValueError if the
+        index is negative or not an integer.
         """
         stored = self.is_checkpoint_layer(layer_idx)
         if stored and layer_idx not in self._store and len(self._store) >= self.config.max_checkpoints:
@@ -91,10 +91,10 @@ class ActivationCheckpointer:
             self._store.keep(layer_idx, activation)
 
     def get(self, layer_idx: int) -> Any:
-        """Return the stored output of a layer, detached and in the dtype that it had; None if it is not stored.
+        """Return the stored output of a layer, detached and in its own dtype; None if it is not stored.
 
-        In full precision, outputs are stored without a copy. Raises RuntimeError if this one was overwritten in place
-        since, and ValueError for an index that is negative or no integer.
+        Without mixed precision, outputs are stored without a copy: raises RuntimeError if an operator has overwritten
+        this one in place since. Raises ValueError if the index is negative or not an integer.
         """
         whole_number(layer_idx, "layer_idx")
         if layer_idx not in self._store:
@@ -104,7 +104,7 @@ class ActivationCheckpointer:
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._store[layer_idx])
 
     def clear(self) -> None:
-        """Release all stored outputs, and what was recorded for their recomputation."""
+        """Release all stored outputs, the network's input, and the states recorded for recomputations."""
         self._half = self.config.storage_dtype if self.config.use_mixed_precision else None
         self._store = _KeptOutputs(self._half)
         self._input = _KeptOutputs()  # the network's input: the caller's tensors, so rounding would save no memory
@@ -118,24 +118,24 @@ class ActivationCheckpointer:
 
     @property
     def memory_stored_bytes(self) -> int:
-        """Bytes of the stored outputs, without the network's input, which belongs to the caller."""
+        """Bytes of the stored outputs, without the network's input, which the caller has in memory anyway."""
         return self._store.nbytes
 
     @property
     def memory_saved_bytes(self) -> int:
-        """Number of bytes by which the outputs of all layers that ran exceed the stored ones."""
-        # At least 0: a stored view counts with its whole storage, which may be larger than all outputs.
+        """Bytes of the outputs of all layers that ran, minus those of the stored outputs; at least 0."""
+        # A stored view counts with its whole storage, which may be larger than all outputs together.
         return max(0, sum(self._seen.values()) - self.memory_stored_bytes)
 
     def checkpointed_forward(
         self, input: Any, layers: Sequence[Any], forward_fn: Forward = lambda layer, value: layer(value)
     ) -> Any:
-        """Run `layers` in order from `input`, store checkpoints, and return the last output.
+        """Run `layers` in order from `input`, store checkpoints, and return the last layer's output.
 
-        Stores the first `max_checkpoints` checkpoints only. With gradients enabled, the backward recomputes the layers
-        between checkpoints. In full precision, gradients equal those of plain training bit for bit; with checkpoints in
-        half precision, they are computed from rounded outputs. The backward raises RuntimeError if `forward_fn`, or a
-        layer that is no `nn.Module`, uses parameters of its own, which would get no gradient.
+        Stores only the first `max_checkpoints` checkpoints. With gradients enabled, the backward recomputes the layers
+        between checkpoints. Gradients equal those of plain training bit for bit, unless `use_mixed_precision` rounds
+        the outputs from which they are computed. The backward raises RuntimeError if `forward_fn`, or a layer that is
+        not an `nn.Module`, uses parameters of its own, which would get no gradient.
         """
         self.clear()
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
@@ -160,7 +160,7 @@ class ActivationCheckpointer:
 
         The result equals the forward's output bit for bit, unless the checkpoint is in half precision. Raises
         ValueError if there is no such layer, MissingCheckpointError (a ValueError) if neither a checkpoint before the
-        layer nor the input is stored, and RuntimeError if the one found was overwritten in place.
+        layer nor the input is stored, and RuntimeError if the checkpoint or input to use was overwritten in place.
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
             message = f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0"
@@ -178,9 +178,9 @@ class ActivationCheckpointer:
         return value
 
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
-        """Run the layers as nodes of the caller's autograd graph, whose backward recomputes from the checkpoints."""
+        """Run the layers in the caller's autograd graph, so that the backward recomputes them from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # `Tape` stores the input of every segment except the last, whose backward is first: it runs with a graph.
+        # `Tape` stores the input of every segment but the last, which runs with a graph, since its backward is first.
         shared = [start - 1 for start in starts[1:-1]]
         self._stored_layers -= {*shared}
         store = ActivationStore(self._half)
@@ -195,13 +195,15 @@ class ActivationCheckpointer:
 
 @dataclass
 class _Recording:
-    """`by` is the checkpointer that records layer runs; None in the backward, which restores `_Layer`'s attributes."""
+    """`by` is the checkpointer that records layer runs; None in the backward. Not an attribute of `_Layer`, since the
+    backward restores those.
+    """
 
     by: ActivationCheckpointer | None
 
 
 class _Layer(nn.Module):
-    """Calls a layer by `forward_fn`, for a `StageRunner`. Records the run, unless it is a recomputation."""
+    """Calls a layer by `forward_fn`, as a stage, and records the run unless it is a recomputation."""
 
     def __init__(self, layer: Any, forward_fn: Forward, recording: _Recording, index: int) -> None:
         super().__init__()
@@ -227,7 +229,7 @@ class _Layer(nn.Module):
 
 
 class _KeptOutputs(ActivationStore):
-    """Stored layer outputs with the versions of their tensors, which reveal later in-place operators."""
+    """Stored layer outputs, with the version counters of their tensors, which show later in-place operators."""
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
         super().__init__(storage_dtype)
@@ -253,15 +255,15 @@ class _KeptOutputs(ActivationStore):
         return [tensor._version for tensor in self.held_tensors(index)]
 
 
-# Networks of segments: store only the input of each segment, and recompute its other activations in the backward.
+# Networks of segments store only the input of each segment, and recompute all else in the backward.
 
 
 class Checkpoint:
     """The input of one segment, from which its output can be recomputed.
 
-    Construct it right before the segment runs: it records the current random state, autocast and the segment's buffers.
-    The attribute `input` is detached, not copied. After a backward through the result of `recompute`, `input.grad` is
-    the gradient of the segment's input. Raises ValueError if `segment` is not callable.
+    Construct it right before the segment runs: it records the random state, autocast and the segment's buffers. The
+    attribute `input` is detached, not copied. After a backward through the result of `recompute`, `input.grad` is the
+    gradient of the segment's input. Raises ValueError if `segment` is not callable.
     """
 
     def __init__(self, segment: Segment, input: Any) -> None:
@@ -278,15 +280,15 @@ class Checkpoint:
         return storage_bytes(tensors_in(self.input))
 
     def recompute(self) -> Any:
-        """Run the segment again and return the same output, with an autograd graph if gradients are enabled.
+        """Run the segment again as it first ran, and return its output, with a graph if gradients are enabled.
 
-        Restores the random state and the buffers afterwards. Raises RuntimeError if the input was overwritten in place
-        after the checkpoint was made.
+        Afterwards, random state and buffers are as before the call. Raises RuntimeError if the input was overwritten in
+        place after the checkpoint was made.
         """
         self._refuse_overwritten()
         with self._surroundings.restored(self.segment, graph=torch.is_grad_enabled()):
             output = self._surroundings.run(self.segment, self.input)
-        self._refuse_overwritten()  # the segment itself may overwrite its input
+        self._refuse_overwritten()  # the segment itself may have overwritten its input
         return output
 
     def _refuse_overwritten(self) -> None:
@@ -301,9 +303,9 @@ class Checkpoint:
 class CheckpointedNetwork(nn.Module):
     """Runs segments in order, stores only each segment's input, and recomputes the segments in the backward.
 
-    `segments` are modules, or functions without parameters; each takes the previous one's output. Outputs, gradients,
-    buffers and the random stream equal those of plain training. In eval mode or without gradients, segments run
-    plainly. Raises ValueError if there are no segments, or if a segment is not callable.
+    `segments` are modules, or functions without parameters; each gets the output of the one before. Outputs, gradients,
+    buffers and random numbers equal those of plain training. In eval mode or under `no_grad`, nothing is stored or
+    recomputed. Raises ValueError if there are no segments, or if a segment is not callable.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
@@ -317,9 +319,9 @@ class CheckpointedNetwork(nn.Module):
             refuse_uncallable(segment, f"segment {number}", segment=number)
         self.segments = nn.ModuleList(each if isinstance(each, nn.Module) else _FunctionSegment(each) for each in found)
         self.memory_bytes = 0
-        """Bytes of the segments' inputs stored by the last training forward; 0 before the first one."""
+        """Bytes of the segments' inputs that the last training forward stored; 0 before the first training forward."""
         self.full_memory_bytes = 0
-        """Bytes that storing the network's input and the outputs of all modules in the segments would take."""
+        """Bytes of the network's input and of the outputs of all modules in the segments, as if all were stored."""
 
     def forward(self, x: Any) -> Any:
         """Return the last segment's output for `x`, a tensor or a nested structure of tensors.
@@ -348,7 +350,7 @@ class CheckpointedNetwork(nn.Module):
 
     @property
     def memory_savings(self) -> float:
-        """Share of `full_memory_bytes` that is not stored, from 0 to below 1."""
+        """Share of `full_memory_bytes` that the last training forward did not store: 0.75 means that a quarter was."""
         return 1 - self.memory_bytes / self.full_memory_bytes if self.full_memory_bytes else 0.0
 
 
@@ -359,7 +361,7 @@ def refuse_uncallable(given: object, called: str, name: str | None = None, **num
 
 
 class _StorageSizes(dict[int, tuple[object, int]]):
-    """Sizes of storages, also of freed ones. Keys are ids of weak references, since new storages reuse addresses."""
+    """Maps storages, even freed ones, to their bytes. Keys are ids of weak references, since addresses are reused."""
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):

@@ -1,7 +1,7 @@
-"""Checkpointing by level, from 0 to 5: how large the parts of a model are that the backward recomputes.
+"""Checkpointing by level: the higher the level, from 0 to 5, the larger the modules that the backward recomputes whole.
 
-`assign_levels` derives a module's level from its submodules and whether they repeat. Names decide where submodules do
-not: an attention, a small block, may contain blocks as a layer does, and an encoder may be a mere list of layers.
+`assign_levels` derives a module's level from the levels of its submodules and from whether they repeat. The name of the
+module decides where these do not: an attention may contain blocks as a layer does, an encoder may be a list of layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_py.errors import InvalidValueError
 
-# By level, the parts of a model that the backward recomputes.
+# Maps each level to the parts of a model that the backward recomputes as a whole.
 LEVELS = {
     0: "none",
     1: "single layers: linear plus activation, convolution plus dropout",
@@ -29,11 +29,11 @@ LEVELS = {
 
 
 class ActivationCheckpointing(nn.Module):
-    """Calls a function, and checkpoints it if its level is at most the training level; for models with levels in code.
+    """Calls a function, and checkpoints it if its level is at most the training level. For models that set levels.
 
     `ActivationCheckpointing(3, level)(block, x)` returns `block(x)`. In training mode, if the training level `level` is
-    3 or more, the forward stores only `x`, and the backward recomputes `block` from it. A function of level 0 is never
-    checkpointed. At a training level of 3, a function of level 1 inside `block` is checkpointed, too.
+    3 or more, the forward stores only `x`, and the backward recomputes `block` from `x`. A function of level 0 is not
+    checkpointed at any training level. At training level 3, a function of level 1 inside `block` is checkpointed, too.
 
     `Checkpointable(model, level=3)` recomputes the modules of level 3 of any model, without changes to its code. Raises
     ValueError unless both levels are integers from 0 to 5.
@@ -46,7 +46,7 @@ class ActivationCheckpointing(nn.Module):
 
     @property
     def checkpoints(self) -> bool:
-        """Whether functions are checkpointed now: in training mode, if their level is at most the training level."""
+        """Whether this module checkpoints now: in training mode, if its level is at most the training level."""
         return self.training and 0 < self.fn_checkpoint_level <= self.training_checkpoint_level
 
     def forward(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
@@ -70,34 +70,34 @@ def checked_level(value: object, what: str = "level") -> int:
     return value
 
 
-# Names of small blocks in transformers and torchvision.
+# Matches the names that small blocks have in transformers and torchvision.
 _SMALL = re.compile(
     r"attention|attn|mlp|ffn?\b|ff$|feed_?forward|residual|resblock|bottleneck|basicblock|denserelu|moe|experts?\b",
     re.IGNORECASE,
 )
-# Names of whole encoders and decoders: the last word of a class or an attribute.
+# Matches the names of whole encoders and decoders, by the last word of a class or an attribute.
 _WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
-# Least number of single layers with weights for which a list is a group (4), not a small block (2). A guess, between
-# three in VGG's classifier and eight or more in its features.
+# Least number of single layers with weights in a list that is a group (4), not a small block (2). A guess: VGG has
+# three in its classifier, and eight or more in its features.
 _GROUP = 4
 
 
 class AssignedLevel(NamedTuple):
-    """The level of one submodule, and the reason in words. A module of level 0 is never recomputed as a whole."""
+    """The level of one submodule, and the reason in words. No level recomputes a module of level 0 as a whole."""
 
     level: int
     reason: str
 
 
 def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
-    """Return the level of every submodule of `model` by name; "" is the model. `LEVELS` defines the levels.
+    """Return the levels of all submodules of `model`, by name; "" is the model itself. `LEVELS` defines the levels.
 
-    A single layer has level 1, also with its activation, normalisation or dropout. A module of several is a small block
-    (2), a module of small blocks is a layer (3), a list of blocks or layers of one class is a group (4), a module of
-    groups is an encoder or decoder (5), and one of encoders has level 0.
+    A single layer has level 1, even with an activation, normalisation or dropout. A module of several single layers is
+    a small block (2), a module of small blocks is a layer (3), a list of blocks or layers of one class is a group (4),
+    a module of groups is an encoder or decoder (5), and a module of encoders or decoders has level 0.
     """
     found: dict[str, AssignedLevel] = {}
-    # Include every name of a module that the model contains several times: a caller may look up any.
+    # If the model contains a module under several names, include all: a caller may look up any of them.
     modules = dict(model.named_modules(remove_duplicate=False))
     # Deepest modules first, since a module's level follows from its children. `bool` puts the model itself, "", last.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
@@ -125,7 +125,7 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
     if highest >= 4:
         return _holding(module, highest)
     if highest in (2, 3):
-        # A list of a single block is a group, too, as of a transformer with one layer.
+        # A list of a single block is a group, too, such as the layers of a transformer that has only one.
         if count > 1 or (count == 1 and len(inner) == 1):
             return AssignedLevel(4, f"{count} × {kind} in a row are a group")
         return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else unlike
@@ -141,15 +141,15 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
     if len(inner) == 1 and highest == 5:
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
     if highest >= 4:
-        # In Swin and ConvNeXt, a stage, named by its number, holds a downsampling and a group: it is a group, too.
+        # In Swin and ConvNeXt, a stage, whose name is a number, holds a group and a downsampling: it is a group, too.
         if highest == 4 and name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1:
             return AssignedLevel(4, f"{called}, one of several, holds a group")
         return _holding(module, highest)
-    # Check the name first: by its contents, an attention with a Sequential inside would be a layer (3).
+    # Check the name before the submodules: because of these, an attention with a Sequential would be a layer (3).
     if highest <= 2 and _is_named(_SMALL, name, module):
         return AssignedLevel(2, f"{called} is a small block by its name")
     blocks = [each for each, level in inner if level in (2, 3)]
-    # A module has the level of its only child with weights: its other children are norms, dropout and the like.
+    # A module whose weights are all in one child has that child's level: the others are norms, dropout and the like.
     whole = [each for each in blocks if _weights(each) == weights]
     if len(whole) == 1:
         return AssignedLevel(highest, f"{called} has all its weights in {type(whole[0]).__name__}")
@@ -183,5 +183,5 @@ def _called(name: str, module: nn.Module) -> str:
 
 
 def _weights(module: nn.Module) -> int:
-    """Count the layers with a weight of two dimensions or more. Normalisation weights and biases have one dimension."""
+    """Return the number of layers with a weight of at least two dimensions, unlike normalisation's, which has one."""
     return sum(any(p.dim() > 1 for p in each._parameters.values() if p is not None) for each in module.modules())

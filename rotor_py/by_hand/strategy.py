@@ -1,4 +1,4 @@
-"""Strategies that replace the optimal plan if arguments of `Checkpointable` ask: by level, or every n layers."""
+"""Strategies that choose the stages to recompute without a solver: by `level`, or `every_n_layers`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Algorithm, Chain, InfeasibleError, Periodic, Sequence, StoreAll, simulate
 from rotor_solver.segments import fastest_forwards, recompute_segments
 
-_NO_LIMIT = 2**62  # bytes for solving: `sequence` compares the peak with the user's limit, and its error names both
+_NO_LIMIT = 2**62  # bytes. The algorithm gets this limit; `ByHand.sequence` then compares with the user's, to name both
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Checkpoint the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
+    """Store the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
 
-    Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, for numbers that are
-    negative or no integers, and for a level above 5.
+    Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, if a number is negative
+    or not an integer, and for a level above 5.
     """
 
     level: int | None = None
@@ -58,10 +58,10 @@ class ByHand:
             return ByLevel.of(model, self.level)
         if self.every_n_layers and self.max_checkpoints != 0:
             return Periodic(every=self.every_n_layers, max_checkpoints=self.max_checkpoints)
-        return StoreAll()  # without checkpoints, the whole chain is the last segment, which is never recomputed
+        return StoreAll()  # without checkpoints, the whole chain is the last segment, which is stored
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
-        """Return the strategy's sequence. Raises InfeasibleError if a step by it needs more than `mem_limit` bytes."""
+        """Return the strategy's sequence. Raises InfeasibleError if a step with it exceeds `mem_limit` bytes."""
         sequence = self.algorithm(model).solve(budget.chain, _NO_LIMIT)
         peak = budget.peak_bytes(sequence)
         if mem_limit is not None and peak > mem_limit:
@@ -80,13 +80,13 @@ class ByLevel:
 
     Consecutive stages in one module of the level (the outermost, if such modules are nested) are recomputed together
     from the input of the first. If no stage is in a module of the level, the next lower level applies. At level 1, a
-    stage of several layers is recomputed as a whole, and a layer without weights together with the layer before it:
-    storing the input of each of the two would save no memory.
+    stage of several layers is recomputed as a whole. A layer without weights is recomputed together with the layer
+    before it: to store the inputs of both would save no memory.
     """
 
     level: int
     levels: Mapping[str, int] = field(repr=False)
-    """Level of every module by dotted path."""
+    """Maps the dotted path of every module to its level."""
     weightless: frozenset[str] = field(default=frozenset(), repr=False)
     """Dotted paths of modules without parameters."""
 
@@ -95,17 +95,17 @@ class ByLevel:
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
         """Make the algorithm that recomputes modules of `model`. Raises ValueError unless `level` is one of 0 to 5."""
-        # Include every name of a module that the model contains several times: stages are named after any.
+        # If the model contains a module under several names, include all: a stage may have any of them.
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
         levels = {name: assigned.level for name, assigned in assign_levels(model).items()}
         return cls(checked_level(level), levels, weightless)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the sequence that recomputes the level's modules. Raises InfeasibleError if its peak is too high.
+        """Return the sequence that recomputes the level's modules. InfeasibleError if its peak exceeds `mem_limit`.
 
-        `mem_limit` is in bytes, the chain's input included. The module right before the loss is stored, since the
-        backward needs its activations first, unless recomputing it lowers the peak.
+        `mem_limit` is in bytes, the chain's input included. The module right before the loss, whose activations the
+        backward needs first, is stored, unless recomputing it lowers the peak.
         """
         groups = self.groups([stage.name for stage in chain])
         forwards = fastest_forwards(chain)
@@ -121,13 +121,13 @@ class ByLevel:
     def groups(self, names: list[str]) -> list[range]:
         """Return a range of stage indices for each module of the level; `names` are the names of all stages."""
         units = self.units(names)
-        # Only consecutive stages form a range: a module that runs twice, with others in between, has two.
+        # Only consecutive stages form a range: a module that runs twice, with others in between, has two ranges.
         found = [(unit, list(group)) for unit, group in groupby(range(len(names)), key=units.__getitem__)]
         return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]
 
     def units(self, names: list[str]) -> list[str | None]:
-        """Return for each stage the name of the module of the level that contains it, or None."""
-        # A level without modules is no error: a ResNet has blocks and groups, but no transformer layers.
+        """Return, for each stage, the name of the level's module that contains it; None if none does."""
+        # If the model has no module of the level, use the next lower one: a ResNet has no transformer layers, say.
         for level in range(self.level, 0, -1):
             found = [self._unit(name, level) for name in names]
             if any(unit is not None for unit in found):
@@ -140,13 +140,13 @@ class ByLevel:
             for count in range(len(parts) + 1):
                 if self.levels.get(prefix := ".".join(parts[:count])) == level:
                     return prefix
-            # The stage is a module of several layers, which cannot be recomputed one by one.
+            # The stage is a module of a higher level: its layers are no stages, so recompute it as a whole.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
                 return stage
         return None
 
     def _with_weightless(self, units: list[str | None]) -> list[str | None]:
-        """Let layers without weights be recomputed with the layer before them in the same module; `units` has names."""
+        """Replace the names of layers without weights by that of the layer before, if both are in the same module."""
         result = units[:1]
         for before, unit in pairwise(units):
             follows = unit is not None and before is not None and unit.rpartition(".")[0] == before.rpartition(".")[0]
@@ -155,7 +155,7 @@ class ByLevel:
 
 
 def whole_number(value: object, what: str) -> int:
-    """Return `value` if it is a nonnegative integer and no bool; raise ValueError otherwise."""
+    """Return `value` if it is a nonnegative integer, but not a bool; otherwise raise ValueError. `what` names it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a whole number, zero or more", kind="not_a_count", name=what
