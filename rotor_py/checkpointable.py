@@ -215,8 +215,7 @@ class Checkpointable(PlannedModel):
     @disable_dynamo
     def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
         planner = self._planner
-        # A forward in eval mode may train inputs or adapters, so it is planned, if a limit is set and no other process
-        # has to agree.
+        # Plan a forward in eval mode, too, which may train inputs or adapters, if there is a limit and one process.
         if not torch.is_grad_enabled() or not (self.training or (self.mem_limit is not None and planner.model.alone)):
             return self.model.forward(*args, **kwargs)
         if traced:

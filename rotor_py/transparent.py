@@ -31,8 +31,7 @@ class Transparent(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # Share the dictionaries, so that both modules get later additions. If the model were a child of this module,
-        # the names of its parameters would have a prefix.
+        # Share the dictionaries, so that both modules get later additions, and names get no prefix, as a child's would.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model

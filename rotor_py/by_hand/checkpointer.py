@@ -195,9 +195,7 @@ class ActivationCheckpointer:
 
 @dataclass
 class _Recording:
-    """`by` is the checkpointer that records layer runs; None in the backward. Not an attribute of `_Layer`, since the
-    backward restores those.
-    """
+    """`by` is the checkpointer that records layer runs; None in the backward, which restores attributes of `_Layer`."""
 
     by: ActivationCheckpointer | None
 

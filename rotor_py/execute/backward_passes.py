@@ -151,10 +151,7 @@ class Passes:
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
-        """Yield the running pass, which has reached the node of `stage`. If an error ends it, release its values.
-
-        Raises InvalidStateError if an earlier pass has consumed this node.
-        """
+        """Yield the pass that has reached the node of `stage`. InvalidStateError if an earlier pass has consumed it."""
         current = self._current
         if current is None or current.task != current_task():  # Rule 8
             current = None if self.left is None else self._begin()
@@ -163,7 +160,7 @@ class Passes:
             raise InvalidStateError(text, kind="second_backward")
         try:
             yield current
-        except BaseException:
+        except BaseException:  # Rule 10
             self._current = None
             current.held.clear()
             raise
@@ -204,9 +201,8 @@ _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 class Unclaimed:
     """Parameter gradients of one stage, keyed by the output gradients that they were computed from.
 
-    An entry exists as long as something holds the first of these output gradients. A pipeline holds it, to start the
-    second pass from it; after a backward in one pass, nothing does. The second pass uses an entry only if the output
-    gradients are unchanged.
+    An entry exists as long as something holds the first of these output gradients. A pipeline does, for the second
+    pass, which uses the entry if these are unchanged. After an ordinary backward, nothing holds them.
     """
 
     def __init__(self) -> None:

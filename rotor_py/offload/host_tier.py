@@ -159,8 +159,7 @@ class PinnedBuffer:
 class PinnedBuffers:
     """A pool of pinned buffers, which are reused because pinning takes as long as many copies.
 
-    A request, rounded up to a power of two, gets the smallest free buffer of once to twice its bytes, or a new one.
-    Free buffers are released for a new one until all buffers take at most twice the peak of all requests.
+    A request gets the smallest free buffer of once to twice its bytes. All take at most twice the peak of all requests.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
 """Plan within smaller limits after an out-of-memory error, at most three times for a forward and its backward.
 
-Each retry lowers the limit by the bytes of the failed allocation, or by an eighth if that is more: allocations after
-the failed one may not fit, either.
+Each retry lowers the limit by the bytes of the failed allocation, or by an eighth of the limit if that is more.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
     left = sum(stage.gradient for stage in later)
     held = chain.activation[-1] if chain.output_held else 0
     beside = chain.activation[count] + held + left
-    # A negative `gradient` counts parameter gradients that a stage frees, and a later stage has made. If that stage is
-    # cut off, let the last remaining stage make them.
+    # A negative `gradient` frees parameter gradients of a later stage: if that is cut off, the last stage makes them.
     missing, lowest = 0, 0
     for stage in reversed(first):
         missing += stage.gradient
@@ -98,8 +96,7 @@ class Replanner:
 
     @cached_property
     def _limit(self) -> int:
-        """The peak bytes of the sequence that this forward follows; after a retry, the limit of that retry."""
-        return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps have no retry
+        return self._budget.peak_bytes(self._sequence)  # computed on demand, since most steps have no retry
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         return self._own(self._sequence) if self._reduce(error, "forward", inexact) else None

@@ -25,10 +25,10 @@
 #  6. An optimizer is detected. Its state counts in every budget. If a sequence has no room for it, the planner solves
 #     again; if nothing fits, training goes on. Several processes solve together, at the next forward.
 #  7. A step shows undeclared memory (`observers`). If gradients exist when a forward begins, despite `fresh_grads`, and
-#     do not fit, the planner measures and solves with them (events 1 and 2). Memory of the loss, or of anything else
-#     outside the model, shows when a watched step is over. If it does not fit, the planner solves again, once for each
-#     plan, and logs a warning; if no plan fits, or with several processes, training goes on. If an optimizer steps
-#     without a planned forward since its last step, one warning says so.
+#     do not fit, the planner measures and solves with them (events 1 and 2). Memory outside the model, such as the
+#     loss's, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and
+#     logs a warning; if no plan fits, or with several processes, training goes on. If an optimizer steps without a
+#     planned forward since its last step, one warning says so.
 #  8. The planner adopts a plan file with its costs and sequence, if it was made for such a model. → solved. The first
 #     forward compares model and input with the file, as does one after a change of the model or on a larger input;
 #     processes compare their sequences. → agreed. If the costs were predicted, the first watched step is compared with
@@ -38,13 +38,11 @@
 #     not fit, another sequence that fits; if none fits, training goes on. Once no forward is in flight, the planner
 #     solves for as many forwards as there were; if no plan fits, training goes on. Plans allow backwards in any order.
 #     If three steps had their backwards in reverse, the planner solves for that order, unless the user has declared
-#     one; after a step in another order, for any order again. Several processes only warn: none of them knows how many
-#     forwards the others have in flight.
+#     one; after a step in another order, for any order again. Several processes only warn: none knows of the others'.
 # 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
 #     within a smaller limit, which repeats the work in progress. Steps of this kind keep the smaller limit until the
 #     user sets one. → solved
-# 11. The model is copied. The copy gets the plan in use, unless this holds the original's captured graph, and no
-#     waiting plans.
+# 11. The model is copied. The copy gets the plan in use, unless it is for a captured graph, and no waiting plans.
 # 12. The user calls `.compile()`. The planner drops all plans, since compiled stages cost other bytes and times. →
 #     unmeasured. A plan from a file stays, and a warning says so.
 #
@@ -318,8 +316,7 @@ class Planner:
             text = f"call measure() in all processes with both inputs, which have different graphs: {both}"
             raise UnsupportedModelError(text, kind="no_plan_for_input", name="graph")
         self.plans.plan_for(spec, value)
-        # If this run takes yet another branch, go on without a plan.
-        return by_plan(value, self._forwards.in_flight(), goes_on=True)
+        return by_plan(value, self._forwards.in_flight(), goes_on=True)  # unplanned if the graph differs once more
 
     def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
         plan = self.plans.in_use
@@ -345,7 +342,6 @@ class Planner:
         return self._follow(sequence, plan, value, len(flying) + 1, goes_on=goes_on)
 
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int, *, goes_on: bool) -> Any:
-        """Run the model on `value` by `sequence`, with the stages of `plan`, as the `number`-th forward in flight."""
         settings = self.settings
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or settings.offload is None else self.model.tier

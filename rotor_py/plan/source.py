@@ -52,8 +52,7 @@ _MOST_READ = 8  # Number of translated sequences to cache. A guess: each forward
 class Following:
     """How to run a forward: by `sequence`, in the storage modes of `measurement`, offloading to `tier`.
 
-    `smaller` makes plans with less memory after an out-of-memory error; with None, the error is raised. The forward and
-    its backward add to `changed` the names of stages that could not be recomputed.
+    `smaller` makes plans after an out-of-memory error. `changed` gets the names of stages that later plans must store.
     """
 
     sequence: Sequence
@@ -115,8 +114,7 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-# Least bytes that autograd saves in a layer that is captured, to be stored in part. A guess: capturing takes seconds.
-_LEAST_BYTES = 2**20
+_LEAST_BYTES = 2**20  # Layers that save fewer bytes are not captured to be stored in part. A guess: it takes seconds.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."  # package whose layers without inner layers are single operators
 
@@ -124,15 +122,13 @@ _OPERATORS = "torch.nn."  # package whose layers without inner layers are single
 class LayerParts:
     """Finds storage modes in which a layer of one model stores only part of its saved tensors.
 
-    `sharded`: whether `fully_shard` was applied to the model. Of layers that compute the same, captures only one, and
-    only if it saves enough bytes.
+    Of layers that compute the same, captures one, if it saves enough. `sharded`: whether the model is a `fully_shard`.
     """
 
     def __init__(self, *, sharded: bool = False) -> None:
         self._sharded = sharded
         self._found: dict[int, CapturedLayer] = {}  # by the id of the layer, which the value keeps alive
-        # by kind of layer, the first layer of the kind; None if it cannot be stored in part
-        self._kinds: dict[Hashable, CapturedLayer | None] = {}
+        self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of each kind; None: no partial storage
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the found layers: a copy of the model captures its own."""
@@ -340,9 +336,8 @@ Source = LayerSource | GraphSource
 def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
     """Return a `LayerSource` for a chain, which needs no capture, and a `GraphSource` for any other model.
 
-    Two chains are captured, too: one to compile with the options `compile` of Inductor, since compiled layers would
-    lose side effects, and one whose parameters `fully_shard` gathers in another dtype: FSDP's hooks, which do not run
-    during measurements, would cast its inputs.
+    A chain is captured, too, if it is compiled (`compile`: options of Inductor), since compiled layers would lose side
+    effects; or if `fully_shard` gathers it in another dtype: FSDP's hooks, not called in measuring, cast its inputs.
     """
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))

@@ -31,8 +31,7 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_py.units import format_bytes
 from rotor_solver import ForwardEnable, Loss, Sequence, store_all
 
-# Maximum number of forms (see `note_form`) per plan. A guess: each form costs a watched step, and a model that skips
-# layers at random has many forms.
+# Maximum number of forms (see `note_form`) per plan. A guess: each costs a watched step; dropped layers make many.
 _MOST_FORMS = 32
 
 
@@ -53,8 +52,7 @@ class StepPlan:
     solved_with: tuple[float | str | None, int] | None = None  # `Settings.solved_with` when the sequence was found
     found: Sequence | None = None  # the sequence that the last solve found; if `sequence` differs, the user has set it
     most_in_flight: int = 1  # largest number of forwards in flight at once of which one followed this plan
-    # number of steps, with as many forwards in flight as planned, in which the last forward went backward first
-    in_reverse: int = 0
+    in_reverse: int = 0  # number of steps, with the planned number in flight, whose last forward went backward first
     in_other_order: bool = False  # whether a forward has gone backward while a later one was in flight
     fresh_gradients: bool = False  # whether gradients are freed between steps
     watched: Sequence | None = None  # the sequence of the last step that was watched to its end

@@ -117,8 +117,7 @@ class StepPlans:
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
                 raise
         else:
-            # An undeclared optimizer or a smaller limit may leave fewer bytes than the graph was compiled for: if so,
-            # compile it again.
+            # If a late optimizer or a smaller limit leaves fewer bytes than the graph was compiled for, compile again.
             if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
                 return
             plan.compiled_for_larger_budget = False

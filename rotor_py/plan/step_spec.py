@@ -133,7 +133,6 @@ def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], 
 
 
 def _equal(before: Any, after: Any) -> bool:
-    """Whether two values that are not tensors are equal. NumPy arrays are if all their elements are."""
     try:
         return bool(before == after)  # raises ValueError for arrays, which compare each element
     except ValueError:

@@ -1,7 +1,6 @@
 """Track forwards in flight: those whose backward is still to come while another forward begins.
 
-A plan leaves room for as many as the user declared or as there were at once in an earlier step. If one more forward
-does not fit, it follows another sequence that fits.
+A plan leaves room for as many as the user declared or an earlier step had. One more may follow another sequence.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ class Forwards:
         return found
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
-        # Use a budget for two forwards: one for a single forward omits the bytes that a waiting one holds outside the
-        # chain.
+        # Use a budget for two forwards: that for one omits the bytes that a waiting one holds outside the chain.
         budget = self._budget(plan, model, 2)
         key = "footprint", id(budget), id(sequence)
         found: Footprint = self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
@@ -199,11 +197,10 @@ class Forwards:
         return found
 
     def _remember(self, key: Hashable, of: object, make: Callable[[], Any]) -> Any:
-        """Return the result of `make`, cached by `key`; `of` are the objects whose ids are in the key."""
         if key not in self._remembered:
             if len(self._remembered) == _MOST_KNOWN:
                 self._remembered.clear()
-            self._remembered[key] = of, make()  # hold `of`, so that no new objects get the ids in the key
+            self._remembered[key] = of, make()  # `of` holds the objects whose ids are in the key
         return self._remembered[key][1]
 
 

@@ -200,8 +200,7 @@ class WatchedStep:
 
 
 _MOST_OVERRUNS = 1
-"""Number of steps over the limit after which the planner solves again. After the next one, it only warns, and then
-only of larger peaks."""
+"""Number of steps over the limit after which the planner solves again. After later ones, it at most warns."""
 
 
 class WatchedSteps:
