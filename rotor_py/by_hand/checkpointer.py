@@ -35,10 +35,10 @@ Segment = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Which outputs to store: those of layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; none for n = 0.
+    """Settings of an `ActivationCheckpointer`: it stores every n-th output for n = `checkpoint_every_n_layers`.
 
-    At most `max_checkpoints` outputs are stored. With `use_mixed_precision`, floating-point outputs are stored in
-    `storage_dtype`, bfloat16 or float16, and converted back to their own dtype when they are read.
+    The outputs are those of layers 0, n, 2n, …, at most `max_checkpoints`; none for n = 0. With `use_mixed_precision`,
+    floating-point outputs are stored in `storage_dtype`, bfloat16 or float16, and read in their own dtype.
 
     Raises ValueError if a number is negative or not an integer, if `use_mixed_precision` is not a bool, or if
     `storage_dtype` is neither bfloat16 nor float16.

@@ -130,7 +130,7 @@ class Held:
 
 @dataclass(slots=True)
 class Pass:
-    """One backward pass. `position`: index of its next operation in the replay; `used`: stages that others consumed."""
+    """A backward pass. `position`: index of its next operation in the replay; `used`: stages consumed before it."""
 
     task: int
     held: Held

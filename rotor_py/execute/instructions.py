@@ -66,7 +66,7 @@ class Instructions:
     """Stages that the replay runs again after their backward; only sequences by hand do that."""
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
-        """Return the indices of the stage inputs from which the replay recomputes before `stages` are all backward."""
+        """Return the indices of the stage inputs that the replay reads before the last backward of `stages`."""
         last = max(self.backward_at[stage] for stage in stages)
         before = (step.operation for step in self.replay[:last])
         return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
@@ -76,7 +76,7 @@ class Instructions:
 # sequences translates them again.
 @lru_cache(maxsize=64)
 def read_sequence(stages: int, sequence: Sequence) -> Instructions:
-    """Translate `sequence` for a chain of `stages` stages. ValueError if invalid, or offloading recomputed stages."""
+    """Translate `sequence` for `stages` stages. ValueError if it is invalid, or offloads stages that it recomputes."""
     # Simulate a chain with all costs 1: whether a sequence is valid does not depend on costs.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(Chain((Stage(1, (Option(1.0, 1.0, 1),) * options),) * stages, input_bytes=1), sequence)

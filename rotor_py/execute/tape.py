@@ -316,7 +316,7 @@ class Tape:
         return output
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Run the operations up to and with `B` of `stage` (Rule 3); return its input's and parameters' gradients."""
+        """Run the operations through `B` of `stage` (Rule 3). Return gradients of its input, then its parameters."""
         wait_for(gradients)  # Rule 14: before stages are recomputed
         with undoing(), self.passes.resume(stage) as current:  # `undoing` restores state after an interrupted recompute
             self._advance(current, stage)
@@ -431,7 +431,7 @@ class _MeasuringTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs a stage as a `StageNode`, to time it: a node's Python code may outlast a small stage.
+    """Return a function that runs a stage as a `StageNode`, to time it with the Python code that a node takes.
 
     Runs a trivial stage as a node first, so that the code of nodes is in the CPU's caches, as it is during a step.
     """

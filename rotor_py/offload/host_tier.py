@@ -27,8 +27,8 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
 _LEAST = 2**20  # bytes of the smallest buffer. A guess: smaller ones waste time on pinning, larger ones waste memory
-# Bytes of a buffer, at most, divided by those of its request; and bytes of all buffers divided by the peak of requests.
-# Requests are rounded up to powers of two, so with a ratio below two, requests of different sizes share no buffer.
+# Largest ratio of a buffer's bytes to those of its request, and of all buffers' bytes to the peak of all requests.
+# Requests are rounded up to powers of two: with a ratio below two, requests of different sizes would share no buffer.
 _WASTE = 2
 
 

@@ -22,7 +22,7 @@ from rotor_py.errors import InvalidStateError
 
 
 class Moved:
-    """An offloaded storage, on its way to a tier, in the tier or on its way back. Dropping it frees its tier bytes.
+    """An offloaded storage: on its way to a tier, in it, or on its way back. Dropping this frees its bytes there.
 
     This base class is for fake tensors, in predictions: it copies nothing, and frees the storage in `wait_out`.
     """

@@ -128,7 +128,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
             elsewhere=ELSEWHERE in settings.keepers,
             closely=closely,
             stepped=stepped_parameters(core, settings.step_in_backward),
-            # With several processes, assume that callers hold outputs: one process could not tell the others of it.
+            # With several processes, assume that callers hold outputs: a step shows it to its own process only.
             outputs_held=model.holds_outputs or not model.alone,
             # Time the Python code of nodes on a CPU only: on CUDA, it runs while kernels do, so it adds no time.
             as_node=single_stage_node if device.type == "cpu" and prediction() is None else None,

@@ -126,7 +126,7 @@ class Replanner:
             raise
 
     def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
-        """Solve for a lower limit and return True; if no retry is possible, add a note why to `error`, return False."""
+        """Solve for a lower limit, return True; if no retry is possible, add a note to `error` why, return False."""
         least, before, why = self._budget.least_bytes(), self._limit, inexact
         if why is None and before <= least:
             why = f"no plan needs less memory than the one in use, {exact_bytes(before)}"

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """Descriptor that reads and sets the setting of the attribute's name; an invalid value raises ValueError."""
+    """Descriptor that reads and sets the setting with the attribute's name. Invalid values raise ValueError."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -63,7 +63,7 @@ class PlannedModel(Transparent):
     backward_order = Setting[str | None]()
     watch = Setting[bool | None]()
 
-    # Facts about the plan that steps follow. Those of a plan are None or empty before anything has been measured.
+    # Properties of the plan that steps follow; None or empty before anything has been measured.
 
     @property
     def sequence(self) -> Sequence | None:
@@ -110,7 +110,7 @@ class PlannedModel(Transparent):
 
     @property
     def compiled(self) -> list[str]:
-        """The names of the stages that run compiled."""
+        """The names of the stages that run as compiled code."""
         return [] if (plan := self._planner.plans.in_use) is None else plan.compiled
 
     def compiled_without_budget(self) -> AbstractContextManager[None]:

@@ -29,7 +29,7 @@
 #     loss's, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and
 #     logs a warning; if no plan fits, or with several processes, training goes on. If an optimizer steps without a
 #     planned forward since its last step, one warning says so.
-#  8. The planner adopts a plan file with its costs and sequence, if it was made for such a model. → solved. The first
+#  8. The planner adopts a plan file, with costs and sequence, if it was made for a model like this. → solved. The first
 #     forward compares model and input with the file, as does one after a change of the model or on a larger input;
 #     processes compare their sequences. → agreed. If the costs were predicted, the first watched step is compared with
 #     them; if its peak differs by more than a margin in any process, the next forward drops the file and measures
@@ -38,7 +38,7 @@
 #     not fit, another sequence that fits; if none fits, training goes on. Once no forward is in flight, the planner
 #     solves for as many forwards as there were; if no plan fits, training goes on. Plans allow backwards in any order.
 #     If three steps had their backwards in reverse, the planner solves for that order, unless the user has declared
-#     one; after a step in another order, for any order again. Several processes only warn: none knows of the others'.
+#     one; after a step in another order, for any order again. With several processes, it only warns.
 # 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
 #     within a smaller limit, which repeats the work in progress. Steps of this kind keep the smaller limit until the
 #     user sets one. → solved

@@ -35,7 +35,7 @@ _log = logging.getLogger("rotor_py")
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
-    """Return rank 0's sequence, solved for the process that has the fewest bytes for its chain. All must call this."""
+    """Return the sequence that rank 0 finds for the largest costs and fewest bytes of any process. All call this."""
     own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # bytes left for the chain
     chains, rooms, links = zip(*gather_objects((budget.chain, own, budget.link), group, device), strict=True)
     # Compare stages before solving: rank 0's sequence is valid only for as many stages as rank 0 has.
@@ -49,7 +49,7 @@ def agreed_sequence(
         try:
             link = None if None in links else Link.slowest(links)
             all_of_them = replace(budget, chain=costliest(chains), link=link)
-            # `solve` subtracts this process's fixed memory from the limit: replace what is left by the least of any.
+            # The limit from which `solve`, subtracting this process's fixed memory, gets the fewest bytes of any.
             found = [all_of_them.solve(mem_limit - own + min(rooms), algorithm)]
         except InfeasibleError as error:
             found = [error.with_traceback(None)]  # sent instead of a sequence, for which the other processes wait
@@ -134,7 +134,7 @@ def solve(
     slots: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Sequence:
-    """Find, set and return a sequence of `plan` within `limit` (None: `mem_limit`), then the new `mem_limit`."""
+    """Find, set and return a sequence of `plan` within `limit` (None: `mem_limit`), which becomes `mem_limit`."""
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
@@ -176,7 +176,7 @@ def solve(
 def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int) -> None:
     """Raise InfeasibleError with advice to set fresh_grads=True, if that lowers the least limit; else return.
 
-    The raised error is in no local variable: its traceback would hold itself, and the caller's tensors, in a cycle.
+    Puts the raised error in no variable: its traceback holds this frame, so they would keep the caller's tensors.
     """
     if plan.fresh_gradients:
         return

@@ -62,7 +62,7 @@ class Following:
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
     changed: set[str] | None = None
-    goes_on: bool = False  # whether to run a captured graph that is not the planned one without a plan, or raise
+    goes_on: bool = False  # whether to run a captured graph other than the planned one without a plan; else raise
 
 
 class SequenceExecutor:
@@ -114,7 +114,7 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-_LEAST_BYTES = 2**20  # Layers that save fewer bytes are not captured to be stored in part. A guess: it takes seconds.
+_LEAST_BYTES = 2**20  # Layers that save fewer bytes are not captured for storage in part. A guess: that takes seconds.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."  # package whose layers without inner layers are single operators
 
@@ -122,12 +122,12 @@ _OPERATORS = "torch.nn."  # package whose layers without inner layers are single
 class LayerParts:
     """Finds storage modes in which a layer of one model stores only part of its saved tensors.
 
-    Of layers that compute the same, captures one, if it saves enough. `sharded`: whether the model is a `fully_shard`.
+    Of layers that compute the same, captures one, if it saves enough bytes. `sharded`: whether FSDP shards the model.
     """
 
     def __init__(self, *, sharded: bool = False) -> None:
         self._sharded = sharded
-        self._found: dict[int, CapturedLayer] = {}  # by the id of the layer, which the value keeps alive
+        self._found: dict[int, CapturedLayer] = {}  # maps ids of layers to their modes; the values hold the layers
         self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of each kind; None: no partial storage
 
     def __getstate__(self) -> dict[str, Any]:

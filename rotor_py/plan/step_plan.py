@@ -31,13 +31,13 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_py.units import format_bytes
 from rotor_solver import ForwardEnable, Loss, Sequence, store_all
 
-# Maximum number of forms (see `note_form`) per plan. A guess: each costs a watched step; dropped layers make many.
+# Maximum number of forms per plan (see `note_form`). A guess: each costs a watched step; skipping layers makes many.
 _MOST_FORMS = 32
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan for one kind of step. `spec` is None for a plan file before the first step; `cut` for a file's graph."""
+    """The plan for one kind of step. From a file: `spec` is None before the first step, `cut` if it is of a graph."""
 
     source: Source
     measurement: Measurement

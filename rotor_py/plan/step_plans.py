@@ -26,7 +26,7 @@ from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
-# Maximum number of waiting plans: one more, and the oldest is dropped. A guess: a GAN has two or three.
+# Maximum number of waiting plans. Beyond it, the one that waited longest is dropped. A guess: a GAN has two or three.
 _MOST_WAITING = 8
 _MOST_PLANS = 16  # Number of plans for ever larger inputs after which a warning is logged. A guess: each takes seconds.
 # Maximum number of steps remembered because no plan fits them. A guess: few shapes in a data set are too large.
@@ -63,7 +63,7 @@ class StepPlans:
             raise
 
     def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-        """Event 1: measure a step on `value`, put its plan in use and return it. The plan used before may then wait."""
+        """Event 1: measure a step on `value`, put its plan in use, return it. The old plan waits, unless replaced."""
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
         plan = guarded(plan) if self.model.settings.on_oom == "replan" else plan
@@ -117,7 +117,7 @@ class StepPlans:
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
                 raise
         else:
-            # If a late optimizer or a smaller limit leaves fewer bytes than the graph was compiled for, compile again.
+            # If an optimizer or a smaller limit has left fewer bytes than the graph was compiled for, compile it again.
             if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
                 return
             plan.compiled_for_larger_budget = False
@@ -228,7 +228,7 @@ class StepPlans:
             alike = refused.model == spec.model and self.blank.covers(spec.input, refused.input)
             if not alike or not same_kind(spec.input, refused.input) or limit > error.mem_limit:
                 continue
-            if all(refused.answers or ()) or refused.answers == spec.answers:  # no mask needs fewest bytes
+            if all(refused.answers or ()) or refused.answers == spec.answers:  # without a mask: least memory
                 raise copy(error)
 
     def _turn_to(self, spec: StepSpec) -> StepPlan | None:

@@ -1,4 +1,4 @@
-"""Describe a step by the spec of its input and the state of the model, which hold no tensors, and take little time.
+"""Describe a step by the spec of its input and the state of its model, which hold no tensors. Every step makes both.
 
 `arguments_of` turns a sample into the arguments of a forward. Fingerprints describe model and input in plan files, so
 that an error can name what differs.
@@ -220,7 +220,7 @@ class StepSpec:
         return self._alike(other) and same_kind(self.input, other.input, texts=texts)
 
     def identical(self, other: StepSpec) -> bool:
-        """Whether both are equal, sizes included, by a comparison that takes little time. False if it is unknown."""
+        """Whether both are equal, sizes included, by a comparison that takes little time. False if it raises."""
         try:
             return self._alike(other) and bool(self.input == other.input)
         except Exception:  # arrays have no truth value, and the user's `__eq__` may raise anything

@@ -1,4 +1,4 @@
-"""Describe a planned model: the module that users call, its part that is cut into stages, and who trains with it."""
+"""Describe a planned model: the module that users call, its part that is cut into stages, and the processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 class TrainedModel:
-    """The module that is called (`whole`), and `core`, the module inside DDP and compile wrappers, cut into stages."""
+    """The module that users call (`whole`), and the one inside DDP and compile wrappers (`core`), cut into stages."""
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.whole = whole
@@ -93,7 +93,7 @@ class TrainedModel:
         return self.group is None
 
     def refuse_several_processes(self) -> None:
-        """Raise UnsupportedModelError if a setting excludes several processes or a sharded model, and these train."""
+        """Raise UnsupportedModelError if several processes train, or the model is sharded, against a setting."""
         option, offload = one_process_only(self.settings), one_process_only(self.settings, SHARDED)
         if option is None and offload is None:
             return
@@ -173,7 +173,7 @@ class TrainedModel:
         return replace(budget, backward_order=self.settings.backward_order or "any")
 
     def reserve(self, budget: Budget, sequence: Sequence, group: ProcessGroup | None = None) -> None:
-        """Reserve tier bytes for a step by `sequence`. OffloadError if any process of `group` has too few."""
+        """Reserve bytes in the tier for a step by `sequence`. OffloadError if a process of `group` has too few."""
         if self.settings.offload is None or sequence.moves is None:
             return
         refused = ""

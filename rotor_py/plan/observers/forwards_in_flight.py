@@ -28,7 +28,7 @@ from rotor_solver.in_flight import Footprint, with_room_at_loss
 
 _log = logging.getLogger("rotor_py")
 
-# Number of steps with backwards in reverse after which plans assume that order. A guess: with fewer, more break it.
+# Number of steps with backwards in reverse after which plans assume that order. A guess: after fewer, more may differ.
 _ENOUGH = 3
 _MOST_KNOWN = 64  # Number of budgets, footprints and sequences to cache. A guess, more than a model's steps use.
 
@@ -77,7 +77,7 @@ class Forwards:
             # In a new phase of training, a step has other numbers of nodes in model or loss, other passes or modes.
             (began, returned), now = forward.nodes, torch_compat.get_sequence_nr()
             made = returned - began, now - returned
-            if torch.is_grad_enabled():  # create_graph=True: later plans have to store the stages that it goes through
+            if torch.is_grad_enabled():  # create_graph=True: later plans must store these stages, too
                 forward.plan.changed |= forward.plan.stored_by(forward.sequence)
             forward.plan.note_form((*made, len(forward.passes), retains_graph(), torch.is_grad_enabled()))
         if not (forward.used or forward.counted):
@@ -139,7 +139,7 @@ class Forwards:
         return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
 
     def sequence_beside(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> Sequence:
-        """Return a sequence to run beside `flying`: the plan's, or another if only that fits; warn if none does."""
+        """Return the sequence for one more forward: the plan's, or another if only that fits; warn if none does."""
         if not flying:
             return plan.followed
         count = len(flying) + 1
@@ -162,7 +162,7 @@ class Forwards:
             squeezed = self._squeezed(budget.chain, rest, working)
             if squeezed is not None:
                 return squeezed
-        if count > max(self._warned, plan.budget.forwards):  # unless an earlier warning has named as many forwards
+        if count > max(self._warned, plan.budget.forwards):  # warn once of each number above the planned one
             self._warned = count
             _log.warning(
                 f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and plan for so many, or call "

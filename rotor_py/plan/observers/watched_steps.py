@@ -82,7 +82,7 @@ class WatchedStep:
         self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
-        """Add a forward by `plan`, one of `in_flight`, to this step. False if the step is over or has too many."""
+        """Add a forward by `plan` to this step, with `in_flight` in all. False if the step is over or has too many."""
         if self._token is None or self._token() is None:
             return False
         if self.forwards == _MOST_FORWARDS:
