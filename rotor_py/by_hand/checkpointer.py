@@ -243,9 +243,9 @@ class _KeptOutputs(ActivationStore):
 
     def refuse_overwritten(self, index: int) -> None:
         if self._versions_now(index) != self._versions[index]:
-            what = "the network's input" if index == _INPUT else f"the kept output of layer {index}"
+            what = "the network's input" if index == _INPUT else f"the stored output of layer {index}"
             message = (
-                f"use layer {index + 1} without inplace=True, or give a clone: {what} was overwritten after it was kept"
+                f"use layer {index + 1} without inplace=True, or pass it a clone: {what} was overwritten after the run"
             )
             raise InvalidStateError(message, kind="kept_overwritten", layer=index)
 
@@ -292,7 +292,7 @@ class Checkpoint:
     def _refuse_overwritten(self) -> None:
         if [tensor._version for tensor in tensors_in(self.input)] != self._versions:
             message = (
-                "use the segment's first layer without inplace=True, or give a clone: the input of the segment was "
+                "use the segment's first layer without inplace=True, or pass it a clone: the input of the segment was "
                 "overwritten after the checkpoint was made, so its output cannot be recomputed"
             )
             raise InvalidStateError(message, kind="kept_overwritten")

@@ -344,9 +344,7 @@ class NamelessFile:
 
     def refuse_stopped(self) -> None:
         if self.stopped:
-            message = (
-                f"run the forward again: the file of offloaded activations in {self.folder} is closed, its content lost"
-            )
+            message = f"run the forward again: the file in {self.folder} is closed, and the activations in it are lost"
             raise OffloadError(message, kind="file_closed", name=str(self.folder))
 
     def _failed(self, what: str, error: OSError) -> OffloadError:

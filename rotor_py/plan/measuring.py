@@ -94,8 +94,8 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         give_way()  # stop the watch of a step, which has a profiler, so that one still running is the user's
         if prediction() is None and torch_compat.profiler_enabled():
             _log.warning(
-                "call measure(), or take a step, before a profiler starts: measuring needs PyTorch's profiler, so its "
-                "records so far, and of the rest of this step, are lost",
+                "call measure(), or take a step, before a profiler starts: measuring uses the profiler itself, so the "
+                "running one loses its records so far, and those of the rest of this step",
                 extra=record_fields("profiler_lost"),
             )
 

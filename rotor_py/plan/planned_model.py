@@ -201,7 +201,7 @@ def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
         )
     # The file stores the fingerprint of the model as it is now, which must be the model that was measured.
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
-        text = "save the plan before requires_grad, modes, dtypes or devices change: it is for another kind of step"
+        text = "save the plan before requires_grad, modes, dtypes or devices change: it is not for the changed model"
         raise InvalidValueError(text, kind="plan_for_other_step")
     assert plan.cut is not None
     predicted = prediction()

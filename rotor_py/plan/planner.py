@@ -196,7 +196,7 @@ class Planner:
         refuse_excluded(self.settings, compile="compile()")
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
             extra = record_fields("compile_ignored", name="plan")
-            _log.warning("compile() has no effect, since the plan is from a file, which is followed", extra=extra)
+            _log.warning("compile() has no effect, since steps follow the plan from a file", extra=extra)
             return
         self.settings.inductor = config_of(compile)
         self.plans.begin_anew()

@@ -170,7 +170,7 @@ class CompiledStages:
     def of(cls, cut: Cut, config: Config) -> CompiledStages:
         for name, value in config:
             if type(value) not in _PLAIN:
-                text = f"plan anew in each process: a file cannot hold the option {name!r}, a {type(value).__name__}"
+                text = f"plan anew in each run: a file cannot hold Inductor's option {name!r}, a {type(value).__name__}"
                 raise InvalidValueError(text, kind="option_not_plain", name=name)
         pairs = zip(cut.groups(), cut.stages, strict=True)
         compiled = {JOINT.join(group): stage for group, (_, stage) in pairs if isinstance(stage, CompiledStage)}

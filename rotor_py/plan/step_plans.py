@@ -200,8 +200,8 @@ class StepPlans:
         # Do not warn if the model's state differs: many plans for many states are no sign of growing inputs.
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             _log.warning(
-                f"call measure() once with the largest input to come: {_MOST_PLANS} plans have been made, each for an "
-                "input that is larger than those before, or has other tensors, which takes time",
+                f"call measure() once with the largest input to come: planning takes time, and {_MOST_PLANS} plans "
+                "have been made, each for an input that is larger than those before, or has other tensors",
                 extra=record_fields("many_plans", plans=_MOST_PLANS),
             )
         if plan is not None:

@@ -110,7 +110,7 @@ class TrainedModel:
         inputs = [leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
         found = accelerators({*ModelState.of(self.core).devices, *inputs})
         if len(found) > 1:
-            text = f"a plan is for one device, and the model is spread over {', '.join(map(str, found))}"
+            text = f"put model and input on one device, since a plan is for one: got {', '.join(map(str, found))}"
             raise UnsupportedModelError(text, kind="several_devices")
         return found[0] if found else torch.device("cpu")
 

@@ -109,10 +109,10 @@ class Forwards:
             return
         stays = plan.file is not None or not model.alone
         _log.warning(
-            f"set backward_order='any' (--backward-order any): of {len(flying)} forwards of {model.name} in flight, "
-            "the last does not go backward first, as its plan assumes. The step takes up to "
+            f"set backward_order='any' (--backward-order any): the plan assumes that the last of {len(flying)} "
+            f"forwards of {model.name} in flight goes backward first, but another one did. The step takes up to "
             f"{exact_bytes(peak)}, and the limit is {exact_bytes(limit)}. "
-            f"{'The plan stays as it is' if stays else 'From the next step on, the plan is for any order'}.",
+            f"{'The plan stays as it is' if stays else 'From the next step on, the plan allows any order'}.",
             extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
         )
 

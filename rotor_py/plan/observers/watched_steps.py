@@ -329,7 +329,7 @@ def account_for(
     if outputs_held:
         of_outputs = (
             f" It holds {format_bytes(outputs_bytes)} of outputs other than the loss through its backward: keep only "
-            "the loss (loss = model(...).loss, or del output), and they are freed before."
+            "the loss (loss = model(...).loss, or del output) to have them freed before it."
         )
         if peak <= limit and not model.holds_outputs:
             name, extra = type(model.core).__name__, record_fields("outputs_held", outputs_bytes=outputs_bytes)
@@ -353,7 +353,7 @@ def account_for(
     plan.overruns, plan.told_bytes = plan.overruns + 1, max(plan.told_bytes, peak_bytes)
     remedy = plan.why_it_stays(model)
     if remedy is None and plan.overruns > 1:
-        remedy = "It was planned again before, and the plan stays: training goes on, beyond the limit."
+        remedy = "An earlier step was planned again already, so the plan stays: training goes on, beyond the limit."
     elif remedy is None:
         try:
             takes = exact_bytes(plan.budget.peak_bytes(solve(plan, model)))
