@@ -41,7 +41,7 @@ def fields_of(error: BaseException) -> dict[str, object]:
 
 
 class UnsupportedModelError(DescribedError, ValueError):
-    """No plan can be made for this model or input unless it is changed."""
+    """No plan can be made for this model or input unless the user changes it."""
 
     kind = "unsupported_model"
 

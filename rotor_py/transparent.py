@@ -125,7 +125,7 @@ def core_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_training(module: Transparent) -> Iterator[None]:
-    """Inside the context, put a module and its submodules in training mode, unless the module itself is in it."""
+    """Inside the context, put a module and its submodules in training mode, unless the module itself trains already."""
     if module.training:
         yield
         return

@@ -328,7 +328,7 @@ class Tape:
             return found
 
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
-        """Run the operations before `B` of a stage in the graph when its backward is about to begin (Rule 9)."""
+        """Run the operations before `B` of an `awaited` stage, when a gradient arrives at its output (Rule 9)."""
         if not goes_through_any(self.passes.nodes.values()):
             if self._moving is not None:
                 self._moving.come_to(len(self.instructions.forward) + 1 + self.instructions.backward_at[stage])

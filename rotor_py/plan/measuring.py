@@ -46,7 +46,7 @@ _LONGER = 3.0
 
 @contextmanager
 def telling(settings: Settings, model: str) -> Iterator[Progress]:
-    """Yield the progress function for measuring, and log how long it takes: as WARNING if the user asked, else INFO."""
+    """Yield the progress function. Log measuring: as WARNING with `verbosity` or `progress=True`, otherwise as INFO."""
     given, created = settings.progress, time.monotonic()
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
     began: list[float] = []

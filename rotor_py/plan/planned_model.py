@@ -48,7 +48,7 @@ class Setting(Generic[T]):
 
 
 class PlannedModel(Transparent):
-    """A wrapped model with its settings and its plan. Reading the plan may solve for one, but measures nothing."""
+    """A wrapped model, its settings and its plan. Reading the plan may solve for a sequence, but measures nothing."""
 
     _planner: Planner
 

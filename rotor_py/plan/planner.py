@@ -22,8 +22,8 @@
 #     earlier plans stay. If no plan fits an input, later inputs at least as large are refused without measuring, unless
 #     a batch with another mask may need less. Several processes refuse an input that no plan covers, since each would
 #     plan alone. After many plans for ever larger inputs, one warning asks to measure the largest.
-#  6. An optimizer is detected. Its state counts in every budget. If a sequence has no room for it, the planner solves
-#     again; if nothing fits, training goes on. Several processes solve together, at the next forward.
+#  6. An optimizer is detected. Its state counts in every budget. If this takes a plan over the limit, the planner
+#     solves again; if no plan fits, training goes on. Several processes solve together, at the next forward.
 #  7. A step shows undeclared memory (`observers`). If gradients exist when a forward begins, despite `fresh_grads`, and
 #     do not fit, the planner measures and solves with them (events 1 and 2). Memory outside the model, such as the
 #     loss's, shows when a watched step is over. If it does not fit, the planner solves again, once for each plan, and
@@ -39,9 +39,9 @@
 #     solves for as many forwards as there were; if no plan fits, training goes on. Plans allow backwards in any order.
 #     If three steps had their backwards in reverse, the planner solves for that order, unless the user has declared
 #     one; after a step in another order, for any order again. With several processes, it only warns.
-# 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
-#     within a smaller limit, which repeats the work in progress. Steps of this kind keep the smaller limit until the
-#     user sets one. → solved
+# 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The planner finds a
+#     sequence within a smaller limit, and repeats the failed work by it. Steps of this kind keep the smaller limit
+#     until the user sets one. → solved
 # 11. The model is copied. The copy gets the plan in use, unless it is for a captured graph, and no waiting plans.
 # 12. The user calls `.compile()`. The planner drops all plans, since compiled stages cost other bytes and times. →
 #     unmeasured. A plan from a file stays, and a warning says so.

@@ -89,7 +89,7 @@ SHARDED = "a model of fully_shard"
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Two settings that exclude each other, and why. There, `{given}` stands for the second as the user wrote it."""
+    """Two settings that exclude each other. In the reason `why`, `{given}` is the second as the user has written it."""
 
     first: str
     second: str

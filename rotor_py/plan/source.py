@@ -180,7 +180,7 @@ def _may_gain(function: nn.Module, value: Any) -> bool:
 
 
 class LayerSource(SequenceExecutor):
-    """The layers of an `nn.Sequential`, nested ones included, as stages. A plan serves batches up to its own size."""
+    """The layers of an `nn.Sequential`, nested ones included, as stages. A plan serves no larger batches."""
 
     captured = False
     answers = None

@@ -60,7 +60,7 @@ class StepPlan:
     prediction_holds: bool | None = None
     asked: int = 0  # number of forwards in which processes could exchange whether the prediction holds
     overruns: int = 0  # number of watched steps that exceeded the limit
-    # names of stages that could not be recomputed in an earlier step, since a value that they read had changed
+    # names of stages to store from now on: a step could not recompute them, or had create_graph=True go through them
     changed: set[str] = field(default_factory=set)
     told_bytes: int = 0  # bytes of the largest peak that a warning has named
     steps: int = 0  # number of forwards by this plan that began with no other in flight
@@ -131,7 +131,7 @@ class StepPlan:
         return by_hand and settings.mem_limit is None
 
     def found_for(self, settings: Settings) -> bool:
-        """Whether a solver found its sequence; False if it is from a strategy by hand, from a file or from the user."""
+        """Whether a solver found the plan's sequence; False if it is by hand, from a file, or set by the user."""
         return self.file is None and settings.by_hand is None and self.sequence is self.found
 
     def why_it_stays(self, model: TrainedModel) -> str | None:
@@ -195,7 +195,7 @@ class StepPlan:
         return {self.measurement.names[stage] for stage, stored in first.items() if stored}
 
     def store_changed(self, settings: Settings) -> None:
-        """Have the next solve store the stages in `changed`, which could not be recomputed, if a solver may do so."""
+        """Have the next solve store the stages in `changed`, unless a file, a strategy by hand or the user decides."""
         names, self.changed = self.changed, set()
         stages = {i for i, name in enumerate(self.measurement.names) if name in names}
         unrepeatable = tuple(sorted(stages.union(self.measurement.unrepeatable)))

@@ -63,7 +63,7 @@ class StepPlans:
             raise
 
     def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-        """Event 1: measure a step on `value`, put its plan in use, return it. The old plan waits, unless replaced."""
+        """Event 1: measure a step on `value`, return its plan, now in use. The old plan waits, unless replaced."""
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
         plan = guarded(plan) if self.model.settings.on_oom == "replan" else plan

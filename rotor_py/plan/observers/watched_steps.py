@@ -47,7 +47,7 @@ class _Alive:
 
 
 class _Owned:
-    """One forward's reference to the token of its step. The forward's last backward pass sets it to None."""
+    """Holds the token of a forward's step as `token`, until the forward's last backward pass sets this to None."""
 
     __slots__ = ("__weakref__", "task", "token")
 
@@ -82,7 +82,7 @@ class WatchedStep:
         self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
-        """Add a forward by `plan` to this step, with `in_flight` in all. False if the step is over or has too many."""
+        """Add a forward by `plan` to this step, the last of `in_flight`. False if the step is over or has too many."""
         if self._token is None or self._token() is None:
             return False
         if self.forwards == _MOST_FORWARDS:
@@ -388,7 +388,7 @@ shows it. With too few, a wrong prediction stays."""
 
 
 def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Compare the first step by a predicted plan with its prediction; do nothing for other plans and steps."""
+    """Compare a step with the prediction of its plan; do nothing if the plan has none, or was compared before."""
     if plan.file is None or plan.file.predicted_for is None or plan.prediction_holds is not None:
         return
     assert plan.sequence is not None
