@@ -29,7 +29,7 @@ LEVELS = {
 
 
 class ActivationCheckpointing(nn.Module):
-    """Calls a function, and checkpoints it if its level is at most the training level. For models that set levels.
+    """Calls a function, and checkpoints it if its level is at most the training level: for levels in a model's code.
 
     `ActivationCheckpointing(3, level)(block, x)` returns `block(x)`. In training mode, if the training level `level` is
     3 or more, the forward stores only `x`, and the backward recomputes `block` from `x`. A function of level 0 is not

@@ -115,7 +115,7 @@ class MovedToFile(Moved):
         self._leaving = self._storage = None
 
     def fetch(self) -> None:
-        if self._storage is not None:  # `wait_out` has not released it, or it was fetched: read nothing from the file
+        if self._storage is not None:  # not released by `wait_out`, or fetched already: read nothing from the file
             if self._returning is None:
                 self._give_up_extent()
             return
@@ -192,7 +192,7 @@ class Copy:
 
     def abandon(self) -> None:
         """Drop the reference to the storage as soon as the copy is over. Call this instead of `wait`."""
-        # This sets `_abandoned`, then reads `over`; `do` sets `_over`, then reads `_abandoned`. So one sees both set.
+        # Here, the flag is set before `over` is read; in `do`, after `_over` is set. So one of them sees both set.
         self._abandoned = True
         if self.over:
             self._keeps = None

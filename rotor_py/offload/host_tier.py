@@ -8,7 +8,7 @@
 #  3. The allocator gives freed memory to the training stream, whose next kernel may write to it. So the training
 #     stream, but not the Python thread, waits for the copy before the memory is freed.
 #  4. For the same reason, a copy back waits for the training stream: queued kernels may still read the previous content
-#     of the new memory. It also waits for the copy out of its bytes.
+#     of the new memory. A copy back also waits for the copy out of the same bytes.
 #  5. A copy into a reused host buffer waits for the buffer's last copy.
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rotor_py.errors import InvalidStateError
 
 
 class Moved:
-    """An offloaded storage: on its way to a tier, in it, or on its way back. Dropping this frees its bytes there.
+    """An offloaded storage, on the way to a tier, in the tier or on the way back. Dropping it frees bytes of the tier.
 
     This base class is for fake tensors, in predictions: it copies nothing, and frees the storage in `wait_out`.
     """
@@ -61,7 +61,7 @@ class Tier:
         return 0
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve space for `nbytes` held at once. Raises OffloadError if the tier has less."""
+        """Reserve `nbytes`, the most that are offloaded at once. Raises OffloadError if the tier has fewer."""
 
     def move_out(self, storage: torch.UntypedStorage) -> Moved:
         """Begin to offload a storage, which must not be written to from now on. OffloadError if the tier is full."""
@@ -69,7 +69,7 @@ class Tier:
         return Moved(storage)
 
     def close(self) -> None:
-        """Free all space after the running copies. Offloaded bytes are lost."""
+        """Let running copies end or fail, and free all bytes of the tier. What was offloaded is lost."""
 
 
 # Offloading starts after a stage has run, since storages that autograd saved are offloaded only if nothing else refers
@@ -81,10 +81,10 @@ LEAST_BYTES = 64 * 2**10
 
 
 class OffloadableStorages:
-    """Storages that autograd saves in one run of a stage. `offload` copies the offloadable ones to a tier."""
+    """Storages that autograd saves in a run of a stage. `offload` copies to a tier those that nothing else uses."""
 
     def __init__(self) -> None:
-        # Weak references, so that storages are freed when autograd drops them.
+        # Refer weakly, so that a storage is freed when autograd drops the tensor that it saved.
         self._saved: list[ReferenceType[SavedStorage]] = []
 
     def keep(self, memory: torch.Tensor) -> SavedStorage:
