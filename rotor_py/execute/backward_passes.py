@@ -156,7 +156,7 @@ class Passes:
         if current is None or current.task != current_task():  # Rule 8
             current = None if self.left is None else self._begin()
         if current is None or stage in current.used:
-            text = "this forward was already used by a backward: pass it retain_graph=True, or run the forward again"
+            text = "this forward was already used by a backward: give that retain_graph=True, or run the forward again"
             raise InvalidStateError(text, kind="second_backward")
         try:
             yield current

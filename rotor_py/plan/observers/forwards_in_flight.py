@@ -165,7 +165,7 @@ class Forwards:
         if count > max(self._warned, plan.budget.forwards):  # warn once of each number above the planned one
             self._warned = count
             _log.warning(
-                f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and plan for so many, or call "
+                f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and the plan counts them all, or call "
                 f"backward() after each forward of {model.name}: {count - 1} forwards in flight hold "
                 f"{exact_bytes(held)}, so the step takes up to {exact_bytes(peak)}; the limit is {exact_bytes(limit)}",
                 extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),

@@ -111,8 +111,8 @@ class NestedRecompute:
             return sequence
         self._warned = True
         _log.warning(
-            f"take {model.name} out of the region of torch.utils.checkpoint: to recompute it there, while its planned "
-            f"forward holds {exact_bytes(held_bytes)}, takes up to {exact_bytes(peak)} in the step, and the limit is "
+            f"take {model.name} out of the region of torch.utils.checkpoint: that recomputes it while its planned "
+            f"forward holds {exact_bytes(held_bytes)}, so the step takes up to {exact_bytes(peak)}, and the limit is "
             f"{exact_bytes(limit)}",
             extra=record_fields("second_run_over_limit", peak_bytes=peak, mem_limit=limit),
         )
