@@ -44,7 +44,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Assumed share of the data sheet's rate that each class of kernels reaches; `streaming`: of the bandwidth.
+    """Assumed share of the data sheet's rate that each class of kernels reaches; `streaming`: of memory bandwidth.
 
     `anchor` names the published or measured times to which these shares were fitted. Without an anchor, the shares are
     a guess, or copied from the device that `taken_from` names.

@@ -51,7 +51,7 @@ class Transparent(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("model")
-        if model is None:  # before `__init__`, or while it is unpickled
+        if model is None:  # before `__init__`, or while this wrapper is unpickled
             raise AttributeError(name)
         found = getattr(model, name)
         # Methods that call `self(...)` in training, such as Lightning's `training_step`, must not bypass the plan.
@@ -65,7 +65,7 @@ class Transparent(nn.Module):
         if model is None or name in self.__dict__ or _is_own(type(self), name):
             object.__setattr__(self, name, value)
         else:
-            setattr(model, name, value)  # private ones too: the model's methods set them, and its forward reads them
+            setattr(model, name, value)  # private attributes, too: the model's methods set and read them
 
     def __delattr__(self, name: str) -> None:
         model = self.__dict__.get("model")

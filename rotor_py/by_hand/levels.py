@@ -183,5 +183,5 @@ def _called(name: str, module: nn.Module) -> str:
 
 
 def _weights(module: nn.Module) -> int:
-    """Return the number of layers with a weight of at least two dimensions, unlike normalisation's, which has one."""
+    """Return the number of layers that have a weight of two or more dimensions. Normalisation weights have one."""
     return sum(any(p.dim() > 1 for p in each._parameters.values() if p is not None) for each in module.modules())

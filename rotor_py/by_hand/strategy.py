@@ -58,7 +58,7 @@ class ByHand:
             return ByLevel.of(model, self.level)
         if self.every_n_layers and self.max_checkpoints != 0:
             return Periodic(every=self.every_n_layers, max_checkpoints=self.max_checkpoints)
-        return StoreAll()  # without checkpoints, the whole chain is the last segment, which is stored
+        return StoreAll()  # without checkpoints, the whole chain is one segment, whose activations are stored
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
         """Return the strategy's sequence. Raises InfeasibleError if a step with it exceeds `mem_limit` bytes."""

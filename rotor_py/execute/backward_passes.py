@@ -108,7 +108,7 @@ class ActivationStore:
         if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
             return tensor
         small = tensor.to(dtype)
-        # Compare with the tensor before rounding, in which infinities are no overflow.
+        # An infinity that the tensor had before rounding is no overflow.
         overflown = bool((small.isinf() != tensor.isinf()).any())
         return tensor if overflown else Converted(small, tensor.dtype)
 

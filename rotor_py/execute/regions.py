@@ -170,7 +170,7 @@ class _Chain:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
         with restored, gathered_again(function):
-            # Gather parameters of FSDP modules that begin in earlier stages: these may not be recomputed before this.
+            # Gather parameters of FSDP modules that begin in earlier stages, which may not be recomputed before this.
             offers_of(function).gather_begun()
             return surroundings.run(runner.forward, value, self.context)
 

@@ -11,7 +11,7 @@
 #     a bucket as soon as its gradients are made.
 #  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including the
 #     `B` of its stage.
-#  4. The first run of a stage changes buffers and the random state. Before it, the tape records the forward state:
+#  4. The first run of a stage may change buffers and the random state. Before it, the tape records the forward state:
 #     buffers, random state and autocast. A recompute starts from this state, and undoes its own changes. The plan's
 #     runners hold no state, since they also serve other forwards in flight.
 #  5. The tape keeps inputs detached. It holds no reference to the caller's graph, which refers to the tape: so there
@@ -108,7 +108,7 @@ class Moving:
         return output
 
 
-_TENSOR = object()  # stands for a tensor in a frame, where None may be a value
+_TENSOR = object()  # stands for a tensor in `Frame.leaves`, where None may be a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Tape:
     """
 
     why_a_node = "which is recomputed in the backward; plans of later steps store it if the limit has room"
-    """Part of the error about create_graph=True: why the stage is a node, and what avoids that."""
+    """Part of the error about create_graph=True: why the stage is a node, and how to avoid that."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class Tape:
         recomputed = stage in self.instructions.recomputed
         if recomputed:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
-        if stage in step.live:  # Rule 5: the input, without its history
+        if stage in step.live:  # Rule 5: keep the input, detached
             self._keep(held, stage, value)
         if stage not in self.instructions.in_graph:
             value = self._add_node(stage, value)  # Rule 2: the stage as one node

@@ -20,7 +20,7 @@ from rotor_solver.offload import Link
 
 # Share of the measured bandwidth that plans assume: training needs bandwidth, too. A guess: if too high, steps wait.
 _SHARE = 0.8
-_PIECE = 4 * 2**20  # bytes of one measured copy, enough to make the time that a copy takes to start negligible
+_PIECE = 4 * 2**20  # bytes of one measured copy, so many that the time to start a copy does not matter
 # The bandwidth is measured for 0.2 s, but with at most 64 copies. Guesses.
 _SECONDS = 0.2
 _MOST_PIECES = 64

@@ -91,7 +91,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
     source = blank.renewed()  # not shared with an earlier plan, which may be used again
     device = model.device_of(spec.input)
     if device.type == "cpu":
-        give_way()  # stop the watch of a step, which has a profiler, so that one still running is the user's
+        give_way()  # stop our own watch of a step, which runs a profiler: one that still runs is the user's
         if prediction() is None and torch_compat.profiler_enabled():
             _log.warning(
                 "call measure(), or take a step, before a profiler starts: measuring uses the profiler itself, so the "

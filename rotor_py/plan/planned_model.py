@@ -163,7 +163,7 @@ class PlannedModel(Transparent):
     def report(self) -> Report:
         """Return a report of the plan that steps follow, to print, to show in a notebook, or to write by `to_html`.
 
-        Raises ValueError before anything has been measured, as in the first step.
+        Raises ValueError before anything has been measured, which the first step does.
         """
         plan, model = self._planner.solved(), self._planner.model
         return Report(

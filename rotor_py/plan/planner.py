@@ -10,9 +10,9 @@
 #  1. Measure. The planner drops its plan for steps of this kind and any plan from a file, and cuts and measures the
 #     stages. Plans for other kinds of steps wait. → measured. An error restores the earlier plans.
 #  2. Solve. The planner finds a sequence for the limit. → solved; or agreed, with several processes: these solve
-#     together, so all of them have to reach this point. A strategy by hand finds the same sequence in each.
-#  3. The user sets a sequence. The planner follows it, whatever memory it takes. → solved. Several processes have not
-#     agreed on it, so they solve together at the next forward.
+#     together, so all of them have to reach this point. A strategy by hand finds the same one in each process.
+#  3. The user sets a sequence. The planner follows it, whatever memory it takes. → solved. Several processes do not
+#     follow it, since they have not agreed on it: they solve together at the next forward.
 #  4. The user sets a limit. It counts from the next solve on: the plan in use stays.
 #  5. A forward arrives. It follows the plan in use if that covers its kind of step and input size; else a waiting plan
 #     that does, solved again if the limit has changed or other steps left gradients; else the planner measures and
@@ -266,7 +266,7 @@ class Planner:
             answers = error.answers if isinstance(error, OtherDataError) else None
         # Try again after the `except` block: inside it, the error's traceback would hold the first attempt's tensors.
         if answers is not None:
-            if not model.alone:  # batches of other processes may fit the plan
+            if not model.alone:  # the batches of the other processes may fit, so they would not plan anew
                 text = "call measure() again in all processes: the plan is for batches with another kind of mask"
                 raise UnsupportedModelError(text, kind="no_plan_for_input", name="mask")
             spec = replace(StepSpec.of(model.core, value), answers=answers)

@@ -87,7 +87,7 @@ def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.de
 def choose_variant(
     plan: StepPlan, solve: Callable[[Budget], Sequence], group: dist.ProcessGroup | None, device: torch.device
 ) -> Sequence:
-    """Solve for each variant of stages (some, all or none compiled), run the fastest in `plan`, return its sequence."""
+    """Solve for each variant of stages (some, all or none compiled), set the fastest in `plan`, return its sequence."""
     ways = list(plan.ways)
     if group is not None and ways:
         # Use only variants that all processes have, in one order: each kept those that it measured as faster.

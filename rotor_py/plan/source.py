@@ -116,7 +116,7 @@ class SequenceExecutor:
 
 _LEAST_BYTES = 2**20  # Layers that save fewer bytes are not captured for storage in part. A guess: that takes seconds.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-_OPERATORS = "torch.nn."  # package whose layers without inner layers are single operators
+_OPERATORS = "torch.nn."  # package of layers that run a single operator if they contain no layers
 
 
 class LayerParts:
@@ -131,7 +131,7 @@ class LayerParts:
         self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of each kind; None: no partial storage
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the found layers: a copy of the model captures its own."""
+        """Pickle no captured layers: a copy of the model captures its own ones."""
         return {**self.__dict__, "_found": {}, "_kinds": {}}
 
     def look_at(
@@ -180,7 +180,7 @@ def _may_gain(function: nn.Module, value: Any) -> bool:
 
 
 class LayerSource(SequenceExecutor):
-    """The layers of an `nn.Sequential`, nested ones included, as stages. A plan serves no larger batches."""
+    """The layers of an `nn.Sequential`, nested ones included, as stages. A plan does not serve larger batches."""
 
     captured = False
     answers = None
@@ -202,7 +202,7 @@ class LayerSource(SequenceExecutor):
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether `value` differs from the spec `planned` at most by fewer samples, so that its memory is known."""
+        """Whether `value` differs from the spec `planned` at most by fewer samples; others may need more memory."""
         return covers(planned, value)
 
     def measure(

@@ -7,7 +7,7 @@
 #     `optimizer.step()` calls the optimizer's hooks, once in each step.
 #  2. Parameters are stepped only in a backward through the output of a planned forward. A hook on the output notes the
 #     number of the backward's graph task, and hooks on parameters do nothing in backwards with another number. So
-#     backwards of other losses leave gradients in `grad`, as usual, as do all for parameters that no group contains.
+#     backwards of other losses leave gradients in `grad`, as usual. Parameters outside the optimizer keep theirs, too.
 #  3. A parameter's hook is called once in a backward, after the backward of all its uses. So no stage that reads the
 #     parameter can be recomputed later, unless the stage detaches the parameter. Then the recompute finds a changed
 #     parameter and raises an error (`StageChangedError`).

@@ -47,7 +47,7 @@ class StepPlan:
     file: Plan | None = None
     sequence: Sequence | None = None
     agreed: Sequence | None = None  # the last sequence that all processes, training together, have agreed to follow
-    # the sequence before an undeclared optimizer was detected: steps keep it, beyond the limit, if no other one fits
+    # the sequence from before an undeclared optimizer was detected: if no other sequence fits, steps go on with it
     last_resort: Sequence | None = None
     solved_with: tuple[float | str | None, int] | None = None  # `Settings.solved_with` when the sequence was found
     found: Sequence | None = None  # the sequence that the last solve found; if `sequence` differs, the user has set it
@@ -58,7 +58,7 @@ class StepPlan:
     watched: Sequence | None = None  # the sequence of the last step that was watched to its end
     # whether the first watched step has confirmed the prediction; None before that step, or without a prediction
     prediction_holds: bool | None = None
-    asked: int = 0  # number of forwards in which processes could exchange whether the prediction holds
+    asked: int = 0  # number of forwards in which processes could tell each other whether the prediction holds
     overruns: int = 0  # number of watched steps that exceeded the limit
     # names of stages to store from now on: a step could not recompute them, or had create_graph=True go through them
     changed: set[str] = field(default_factory=set)

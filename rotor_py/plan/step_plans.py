@@ -47,7 +47,7 @@ class StepPlans:
         settings = self.model.settings
         self.in_use: StepPlan | None = None
         self._waiting: list[StepPlan] = []
-        # source of stages, none of them measured
+        # source of the model's stages, without measurements
         self.blank = source_of(self.model.core, settings.granularity, settings.inductor)
 
     @contextmanager
@@ -90,7 +90,7 @@ class StepPlans:
         _log.warning("%s", error, extra=fields_of(error))
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
-        """Event 5: put a solved plan for a step on `value` in use. `in_flight`: whether another forward is."""
+        """Event 5: use a solved plan for a step on `value`. `in_flight`: whether other forwards are in flight."""
         plan = self.in_use
         if plan is not None and plan.file is not None:
             as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)

@@ -298,7 +298,7 @@ def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
 
 
 def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise PlanMismatchError unless `found` is like the `planned` input, or like a batch of it with fewer samples."""
+    """Raise PlanMismatchError if device, autocast or tensors of `found` are not as `planned`, but for fewer samples."""
     for before, after in zip(planned.get("tensors", []), found["tensors"], strict=False):
         shape, expected = after["shape"], before.get("shape", [])
         # Compare a smaller batch as if it had the planned number of samples.

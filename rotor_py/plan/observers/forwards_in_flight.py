@@ -30,7 +30,7 @@ _log = logging.getLogger("rotor_py")
 
 # Number of steps with backwards in reverse after which plans assume that order. A guess: after fewer, more may differ.
 _ENOUGH = 3
-_MOST_KNOWN = 64  # Number of budgets, footprints and sequences to cache. A guess, more than a model's steps use.
+_MOST_KNOWN = 64  # Number of budgets, footprints and sequences to cache. A guess: steps of one model use fewer.
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class ForwardInFlight:
     used: bool = False  # whether its last backward pass frees its graph
     counted: bool = False  # whether a backward pass through it has been counted in the order of backwards
     nodes: tuple[int, int] = (0, 0)  # numbers of autograd nodes that this thread had made before and after the forward
-    passes: tuple[int, ...] = ()  # numbers of the backward passes through it
+    passes: tuple[int, ...] = ()  # the backward passes that have gone through it, by number
 
 
 class Forwards:

@@ -290,7 +290,7 @@ def _most_alive(storages: list[weakref.ref[torch.UntypedStorage]], nbytes: int) 
 
 
 _WORTH_SAYING = 10
-"""A warning names each cause of more than 1/10 of the bytes over the limit. A guess, on which only texts depend."""
+"""A warning names each cause of more than 1/10 of the bytes over the limit. A guess; it changes only the text."""
 
 
 def account_for(
