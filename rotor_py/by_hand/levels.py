@@ -141,7 +141,7 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
     if len(inner) == 1 and highest == 5:
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
     if highest >= 4:
-        # In Swin and ConvNeXt, a stage, whose name is a number, holds a group and a downsampling: it is a group, too.
+        # In Swin and ConvNeXt, a stage, whose name is a number, has a group and a downsampling: it counts as a group.
         if highest == 4 and name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1:
             return AssignedLevel(4, f"{called}, one of several, holds a group")
         return _holding(module, highest)
@@ -149,7 +149,7 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
     if highest <= 2 and _is_named(_SMALL, name, module):
         return AssignedLevel(2, f"{called} is a small block by its name")
     blocks = [each for each, level in inner if level in (2, 3)]
-    # A module whose weights are all in one child has that child's level: the others are norms, dropout and the like.
+    # A module whose weights are all in one child has that child's level: other children are norms, dropouts etc.
     whole = [each for each in blocks if _weights(each) == weights]
     if len(whole) == 1:
         return AssignedLevel(highest, f"{called} has all its weights in {type(whole[0]).__name__}")

@@ -231,7 +231,7 @@ class Runners:
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
-        """Return runners with these storage options, and 0 for other stages. ValueError if a stage lacks its own."""
+        """Return runners with these storage options, and 0 for other stages. ValueError if a stage lacks its option."""
         if options is self.options:
             return self
         found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)

@@ -127,7 +127,7 @@ def run(
 
 
 def _wait_before_recompute(value: Any) -> None:
-    """Have the backward wait for pending gradients of `value` (collectives) before it recomputes a region."""
+    """Have the backward wait for gradients of `value` with a pending collective before it recomputes a region."""
     # A function of its own: in `_Chain.store`, the loop's variable would hold the last tensor until the next region.
     for tensor in tensors_in(value):
         if tensor.requires_grad:

@@ -60,7 +60,7 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
     left = sum(stage.gradient for stage in later)
     held = chain.activation[-1] if chain.output_held else 0
     beside = chain.activation[count] + held + left
-    # A negative `gradient` frees parameter gradients of a later stage: if that is cut off, the last stage makes them.
+    # A stage with negative `gradient` frees what a later stage has made: if that is cut off, the last stage makes it.
     missing, lowest = 0, 0
     for stage in reversed(first):
         missing += stage.gradient

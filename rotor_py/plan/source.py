@@ -66,7 +66,7 @@ class Following:
 
 
 class SequenceExecutor:
-    """Runs the stages of `model` in the order of a sequence. Caches the last sequences, translated, with runners."""
+    """Runs the stages of `model` in the order of a sequence. Caches the last ones as `Instructions` with runners."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

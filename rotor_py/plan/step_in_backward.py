@@ -12,7 +12,7 @@
 #     parameter can be recomputed later, unless the stage detaches the parameter. Then the recompute finds a changed
 #     parameter and raises an error (`StageChangedError`).
 #  4. The user's `optimizer.step()` finds no gradients of these parameters, and only ends the step. A second backward
-#     before it would accumulate gradients: it raises an error before any parameter is stepped again.
+#     before that call would accumulate gradients, so it raises an error before any parameter is stepped again.
 #  5. Between its step and `optimizer.step()`, a parameter's `grad` is a `ConsumedGradient`, which raises when it is
 #     read. `zero_grad()` and the next forward remove it, too.
 

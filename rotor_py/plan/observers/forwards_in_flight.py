@@ -89,7 +89,7 @@ class Forwards:
                     if each.plan.budget.backward_order == "reverse" and not each.plan.in_other_order:
                         self._warn_of_order(flying, each.plan, model)
                     each.plan.in_other_order = True
-        forward.used = not retains_graph()  # a retained graph keeps its tensors
+        forward.used = not retains_graph()  # a retained graph keeps its tensors, so the forward stays in flight
         if forward.used or self._knows_split:
             return
         trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
