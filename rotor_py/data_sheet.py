@@ -163,7 +163,7 @@ class Reservation:
         if self.gives_back:
             return (
                 f"Predicted: the allocator reserves all {format_bytes(self.usable_bytes)} of the device, and returns "
-                f"free segments to reserve others, in time that no estimate counts; set {_SETTING} to avoid that."
+                f"free segments to reserve others, which takes time that is not counted; set {_SETTING} to avoid that."
             )
         if not self.missing_bytes:
             return None
