@@ -166,13 +166,35 @@ def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
     return storages(each for table in tables for each in table.values() if each is not None)
 
 
-def with_gradients(changes: Iterable[Change]) -> list[str]:
-    """Return the names of attributes that now hold a tensor with a `grad_fn`, except those that a pre-hook computes."""
-    return [
-        change.name
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor in an attribute: index of the module among the stage's, and of the tensor among the attribute's."""
+
+    module: int
+    attribute: str
+    position: int
+
+
+def kept_with_gradients(function: Callable[..., Any], changes: Iterable[Change], output: Any) -> tuple[Kept, ...]:
+    """Return where attributes changed to tensors with a `grad_fn`, without those of `output` and of weight norm."""
+    modules, outputs = modules_of(function, but=HasKind), {id(tensor) for tensor in tensors_in(output)}
+    return tuple(
+        Kept(modules.index(change.module), change.name, position)
         for change in changes
         if not any(getattr(hook, "name", None) == change.name for hook in change.module._forward_pre_hooks.values())
-        and any(tensor.grad_fn is not None for tensor in tensors_in(vars(change.module).get(change.name)))
+        for position, tensor in enumerate(tensors_in(vars(change.module).get(change.name)))
+        if tensor.grad_fn is not None and id(tensor) not in outputs
+    )
+
+
+def tensors_at(function: Callable[..., Any], kept: Iterable[Kept]) -> list[torch.Tensor]:
+    """Return the tensors that are in the attributes `kept` now; those that are missing are left out."""
+    modules = modules_of(function, but=HasKind) if kept else []
+    return [
+        tensor
+        for each in kept
+        for module in modules[each.module : each.module + 1]
+        for tensor in tensors_in(vars(module).get(each.attribute))[each.position : each.position + 1]
     ]
 
 

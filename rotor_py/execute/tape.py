@@ -142,7 +142,9 @@ class StageNode(torch.autograd.Function):
         output, without_gradient = tape.run_first(stage, frame.filled(tensors))
         ctx.mark_non_differentiable(*without_gradient)
         tape.frames[stage], made = Frame.of(output)
-        return tuple(made)
+        # A loss may read these in attributes, where they get the node's history: autograd returns the same objects.
+        kept = tape.runners[stage].kept()
+        return *made, *(each.detach_() if each.requires_grad else each for each in kept)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from rotor_profiling import isolated, memory_meter, storage_bytes, storages, tensors_in
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
 from rotor_profiling.value_tree import tree_flatten, tree_map_only
@@ -175,14 +177,20 @@ def _run(
     """Return a layer's output, the addresses of inputs that it wrote to, and whether outputs are views of inputs."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
-    with (
-        During("first run before measuring", name),
-        gathered(module, sharding),
-        isolated(module, device),
-        torch.no_grad(),
-    ):
-        output = module(value)
-        wait_for(output)
+
+    def run(value: Any) -> Any:
+        with During("first run before measuring", name), gathered(module, sharding), isolated(module, device):
+            output = module(value)
+            wait_for(output)
+            return output
+
+    output = None
+    with suppress(RuntimeError), torch.no_grad():
+        output = run(value)
+    if output is None:  # a hook, for example, calls `register_hook` on an output, which fails without a graph
+        with torch.enable_grad():
+            trained = tree_map_only(torch.Tensor, _with_gradient, value)
+            output = run(enter_graph(torch.empty(0, requires_grad=True), trained))
     if not (outputs := tensors_in(output)):
         text = f"let layer {name!r} return a tensor: it returned none, so no gradient would reach it"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)
@@ -190,6 +198,10 @@ def _run(
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
+
+
+def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def joined(group: Sequence[Layer]) -> Layer:

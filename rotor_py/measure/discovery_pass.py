@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from rotor_profiling import Layouts, isolated, leaves_of, stage_layouts, stage_signature, tensors_in
-from rotor_profiling.attributes import Attributes, with_gradients
+from rotor_profiling.attributes import Attributes, Kept, kept_with_gradients
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import local, storages
 from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
-from rotor_py.errors import UnsupportedModelError, record_fields
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.fixed_memory import SteppedParameters
 from rotor_py.stage.error_context import During
@@ -87,24 +86,13 @@ def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) ->
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
 
 
-_log = logging.getLogger("rotor_py")
-
-
 def refuse_lost_gradients(
-    name: str, function: nn.Module, before: Attributes, value: Any, output: Any, parameters: Sequence[torch.Tensor]
+    name: str, function: nn.Module, value: Any, output: Any, parameters: Sequence[torch.Tensor]
 ) -> None:
     """Raise UnsupportedModelError if a stage uses a parameter that its module does not own, such as one in a list.
 
-    A recomputed stage returns gradients only for the parameters that it owns. Logs a warning if the run has put a
-    tensor that requires a gradient into an attribute; `before` has the attributes before the run.
+    A recomputed stage returns gradients only for the parameters that it owns.
     """
-    if kept := with_gradients(before.changes()):
-        _log.warning(
-            f"return the tensor with a gradient that stage {name!r} ({type(function).__name__}) keeps in its attribute "
-            f"{kept[0]!r}, or write the model as another class than nn.Sequential: if the stage is recomputed, this "
-            "tensor has no gradient, so a loss that reads the attribute trains nothing through it",
-            extra=record_fields("kept_in_attribute", name=name, attribute=kept[0]),
-        )
     known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
     lost = [each for each in leaves_behind(edges_and_owners(output)[0]) if id(each) not in known]
     if lost:
@@ -218,7 +206,7 @@ class DiscoveryPass:
                 if new or anywhere(asked not in self._given, chain.group, chain.device):
                     self._given[asked], made = self._run(number, value, new=new)
                 if new:
-                    self._effects[alike] = find_effects(function, value, made, chain.device)
+                    self._effects[alike] = find_effects(function, value, made, chain.device, self._kept)
                     if self._stepped:
                         self._refuse_foreign_parameters(number, value)
                 remember_effects(function, self._effects[alike])
@@ -237,6 +225,13 @@ class DiscoveryPass:
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
         # A captured stage owns all parameters that it uses, and sets no attributes: do not check it.
         described = not new or isinstance(function, HasKind)
+        self._kept: tuple[Kept, ...] = ()
+        before = None if described else Attributes(function)
+
+        def look(value: Any, output: Any, parameters: Sequence[torch.Tensor]) -> None:
+            refuse_lost_gradients(name, function, value, output, parameters)
+            self._kept = () if before is None else kept_with_gradients(function, before.changes(), output)
+
         run = partial(
             stage_layouts,
             runner,
@@ -244,7 +239,7 @@ class DiscoveryPass:
             chain.device,
             silent=chain.silent_of(number),
             arriving=self._to_run(number, self.arriving[number]),
-            before_backward=None if described else partial(refuse_lost_gradients, name, function, Attributes(function)),
+            before_backward=None if described else look,
         )
         # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So one trial watches the main run,
         # and the others watch runs of their own. If hooks fail, the main run is repeated; with several processes, it

@@ -91,7 +91,8 @@ def read_as(kind: Any, name: str, value: Any) -> Any:
     # Compare types, since `isinstance` would accept True as a number.
     if kind is Any or (type(value) is kind and (kind in (str, bool) or least <= value <= most)):  # NaN is in no range
         return value
-    raise _bad_field(name, f"{name} must be {getattr(kind, '__name__', kind)}, got {reprlib.repr(value)}")
+    limits = f" from {least} to {most}" if type(value) is kind else ""
+    raise _bad_field(name, f"{name} must be {getattr(kind, '__name__', kind)}{limits}, got {reprlib.repr(value)}")
 
 
 def read_fields(kinds: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:

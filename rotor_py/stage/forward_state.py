@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
-from rotor_profiling.attributes import Attributes, Change, modules_of
+from rotor_profiling.attributes import Attributes, Change, Kept, modules_of
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
@@ -375,6 +375,7 @@ class GraphEffects:
     graph_dependent: bool = False  # whether output values with a graph differ from those without
     without_gradient: tuple[int, ...] = ()  # indices of output tensors that require no gradient, even with a graph
     reproducible: bool = True  # whether a second run from the same state returns the same values
+    kept: tuple[Kept, ...] = ()  # tensors with a gradient that every run puts into attributes, for a loss to read
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
@@ -394,16 +395,23 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
     _remembered[function] = effects
 
 
-def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
+def find_effects(
+    function: nn.Module, value: Any, made: Any, device: torch.device, kept: tuple[Kept, ...] = ()
+) -> GraphEffects:
     """Run a stage on `value` without a graph, compare its output with `made`, that of a run with a graph.
 
     If they differ, the stage counts as graph-dependent only if a second run with a graph returns `made`. The runs leave
-    the stage unchanged.
+    the stage unchanged. A stage that raises without a graph, as with a hook that calls `register_hook` or `retain_grad`
+    on its output, is always stored.
     """
-    attached = _detached(made)
+    attached, reproducible = _detached(made), True
     with isolated(function, device), torch.no_grad():
-        differs = not _equal(_outputs(function, value), attached)
-    reproducible = True
+        try:
+            differs = not _equal(_outputs(function, value), attached)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            return GraphEffects(True, _silent(attached), reproducible=False, kept=kept)
     # The stage may contain collectives, so all processes run it equally often, even if outputs differ only in some.
     if differs or several_processes():
         with _same_run(function, device), decisions_recorded(function) as decided:
@@ -413,8 +421,11 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
         # On other devices, two runs of a kernel may round differently.
         reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
         differs = differs and _equal(attached, twice[0])
-    silent = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
-    return GraphEffects(differs, silent, reproducible)
+    return GraphEffects(differs, _silent(attached), reproducible, kept)
+
+
+def _silent(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(i for i, tensor in enumerate(tensors) if not tensor.requires_grad)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotor_profiling import leaves_of
+from rotor_profiling.attributes import tensors_at
 from rotor_profiling.isolate import accelerators, alias, parameter_slots, substituted
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
@@ -38,11 +39,14 @@ class AttachedStage:
     parameters: Sequence[torch.Tensor]
     owners: list[Any]
     name: str
+    kept: int = 0  # number of the last outputs that are in attributes: measuring gives them no gradients
 
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
     ) -> list[torch.Tensor | None]:
         """Map gradients of the output's tensors to those of the input's tensors, then of the parameters (or None)."""
+        if self.kept and len(gradients) == len(self.outputs) - self.kept:
+            gradients = [*gradients, *[None] * self.kept]
         if len(gradients) != len(self.outputs):
             raise InvalidStateError(
                 f"stage {self.name!r} must return as many tensors in every run: {len(gradients)} in the forward, "
@@ -209,6 +213,10 @@ class StageRunner:
             tell_of_backward(output, self.name)
         return output, surroundings[0]
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return the tensors with a gradient that the last run put into attributes: further outputs of a node."""
+        return tensors_at(self.function, recall_effects(self.function).kept)
+
     def recorded(self, value: Any, context: Context = ()) -> AbstractContextManager[list[Surroundings]]:
         return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name)
 
@@ -284,8 +292,9 @@ class StageRunner:
             aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
             with substituted(slots, aliases):
                 output = run(entered, context, skip_output)
-        outputs, owners_of_output = edges_and_owners(output)
-        attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + owners_of_output, self.name)
+            kept = self.kept()
+            outputs, made_by = edges_and_owners((output, kept))
+        attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + made_by, self.name, len(kept))
         if self.open:  # walks the whole graph, so only if the stage may use parameters that it does not own
             attached.refuse_other_leaves(origin)
         return attached, output, found

@@ -339,6 +339,34 @@ def test_hooks_see_nothing_of_measuring_and_a_recomputation_that_writes_elsewher
     assert logged(caplog, "writes_elsewhere")[0].subject == "1"
 
 
+@pytest.mark.parametrize("name", ["register_hook", "retain_grad"])
+def test_a_hook_that_needs_a_gradient_sees_the_one_of_plain_training(name: str) -> None:
+    """Such a hook fails without a graph: the stage is always stored."""
+    seen: list[torch.Tensor] = []
+
+    def hooked_inside() -> nn.Sequential:
+        def see(layer: nn.Module, given: Any, made: torch.Tensor) -> None:
+            if name == "register_hook":
+                made.register_hook(lambda gradient: seen.append(gradient))
+            else:
+                made.retain_grad()
+                seen.append(made)
+
+        model = network()
+        model[2].first.register_forward_hook(see)
+        return model
+
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        output = called(batch())
+        square(output).backward()
+        return output
+
+    compared(step, hooked_inside)
+    found = [tensor if name == "register_hook" else tensor.grad for tensor in seen]
+    assert len(found) == 2
+    assert torch.equal(*found)
+
+
 def test_every_setting_that_chooses_kernels_can_be_set_to_what_it_is() -> None:
     for each in kernel_settings():
         before = each.get()

@@ -2,14 +2,15 @@
 
 import copy
 import itertools
-import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from rotor_profiling import tensors_in
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.execute import regions
 from rotor_py.stage.replayed_routing import decided_bytes
@@ -18,7 +19,7 @@ from rotor_py.validate.verification import verify
 from rotor_solver import Backward, Loss, Sequence
 from tests.capture.steps import assert_same_step
 from tests.checkpointable.steps import Residual, between, square, step_peak
-from tests.fields import logged, raises
+from tests.fields import raises
 from tests.training.loop import Training, differences, planned
 from tests.training.test_concurrent import KINDS, made
 
@@ -57,11 +58,11 @@ class _Layer(nn.Module):
                 return y * self.total
 
 
-def _halfway(model: nn.Module, x: torch.Tensor, **options: Any) -> Checkpointable:
+def _halfway(model: nn.Module, x: torch.Tensor, share: float = 0.5, **options: Any) -> Checkpointable:
     """The model with a limit for which some of its layers are run again."""
     measured = Checkpointable(copy.deepcopy(model), loss=square, fresh_grads=True, cache=False)
     measured.measure(x)
-    limit = between(measured, 0.5)
+    limit = between(measured, share)
     return Checkpointable(model, mem_limit=limit, loss=square, fresh_grads=True, cache=False, **options)
 
 
@@ -98,26 +99,52 @@ def test_layers_that_count_are_of_one_kind_and_verification_moves_no_attribute()
 
 
 class _Balanced(nn.Module):
-    """Leaves a loss of its own in an attribute, as mixtures of experts do."""
+    """Leaves a loss of its own in an attribute, as mixtures of experts do, or what it made of its batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.balance: torch.Tensor | None = None
+        inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.inner, self.kind = nn.LSTM(16, 16) if kind == "recurrent" else inner, kind
+        self.balance: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.balance = y.square().mean()
-        return torch.relu(y)
+        y = self.inner(x)[0] if self.kind == "recurrent" else self.inner(x)
+        z = torch.tanh(torch.nn.functional.dropout(y, 0.1))
+        loss = y.square().mean()
+        self.balance = {"list": [loss, loss.detach(), {"other": z.mean()}], "view": y[:, :3], "output": z}.get(
+            self.kind, loss
+        )
+        return z
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_gradient_that_leaves_by_an_attribute_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(_Balanced(), _Balanced(), nn.utils.weight_norm(nn.Linear(16, 16)))
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        Checkpointable(model, loss=square, cache=False).measure(torch.randn(8, 16))
-    records = logged(caplog, "kept_in_attribute", attribute="balance")
-    assert len(records) == 2  # one for each kind of stage: the input of the first gets no gradient
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in ("loss", "list", "view", "output", "recurrent")), ("loss", {"on_oom": "replan"})],
+)
+def test_gradients_pass_through_tensors_in_attributes(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    plain = nn.Sequential(*(_Balanced(kind) for _ in range(6)))
+    other, x = copy.deepcopy(plain), torch.randn(64, 16)
+    planned = _halfway(copy.deepcopy(plain), x, 0.0, **options)
+    planned(x)
+    assert len(list(planned.sequence)) > 2 * 6 + 1  # some layers are recomputed
+    plan = tmp_path / "plan.json"
+    planned.save_plan(plan)
+    from_file = Checkpointable(other, plan=plan, loss=square, fresh_grads=True, **options)
+    for called in (planned, from_file):
+        for _ in range(2):
+            for each in (plain, called):
+                torch.manual_seed(1)
+                each.zero_grad()
+                output = each(x)
+                kept = [
+                    tensor
+                    for layer in each.modules()
+                    if isinstance(layer, _Balanced)
+                    for tensor in tensors_in(layer.balance)
+                ]
+                sum((tensor.sum() for tensor in kept), output.sum()).backward()
+            for expected, parameter in zip(plain.parameters(), called.parameters(), strict=True):
+                assert torch.equal(expected.grad, parameter.grad)
 
 
 @pytest.mark.parametrize("kind", KINDS)
