@@ -185,6 +185,8 @@ def _device(request: Request) -> _Rules:
         from rotor_py.estimation.device_table import find_devices, split_count
 
         device = request.device or ""
+        other = "--device-memory" if request.device_file is None else "--device-file"
+        simulator = f"--device {device}" if device else other
         message = f"leave out --device {device}, which is not simulated, or --device-memory and --device-file"
         yield HERE.fullmatch(device), _EXCLUDED, "--device", message
         with about_option("--device"):
@@ -199,7 +201,7 @@ def _device(request: Request) -> _Rules:
             "--pipeline": (request.pipeline, "measures a microbatch on the device"),
         }
         for option, (given, does) in refused.items():
-            yield given, _EXCLUDED, option, f"{option} {does}, which is simulated; leave out --device {device}".rstrip()
+            yield given, _EXCLUDED, option, f"{option} {does}, which is simulated; leave out {simulator}"
     message = "--precision needs several simulated devices, as in --device h100:8; for one device, write --dtype"
     yield request.precision is not None and not several, _NEEDS, "--precision", message
     message = "--shard needs several simulated devices to shard parameters over; write --device h100:8"
