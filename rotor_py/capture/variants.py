@@ -75,6 +75,8 @@ class MeasuredGraphs:
     graphs: list[MeasuredGraph] = field(default_factory=list)
     output: Any = None
     outside_bytes: int = 0  # bytes that autograd saves for operators outside all graphs
+    # Estimated bytes of gradients and scratch of these operators: twice the largest tensor that they save.
+    outside_scratch: int = 0
     returned_bytes: int = 0  # bytes of outputs of the model that the main graph has neither made nor read
     outputs_held: bool = True  # whether the caller holds the model's outputs until the end of the step
     loss: LossCost | None = None
@@ -152,6 +154,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     if found.loss is not None:
         seconds, kept = seconds + found.loss.seconds, kept + found.loss.kept_bytes
         most = max(most, behind + found.loss.temp_bytes + output - made)
+    most = max(most, behind + found.outside_scratch - made)
     # `most` includes the gradient of the main graph's output, which the solver also adds to the loss.
     temp += max(0, most - output_bytes) if after else most
     return replace(

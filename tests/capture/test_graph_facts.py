@@ -17,9 +17,9 @@ from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
-from tests.capture.steps import compare
+from tests.capture.steps import assert_same_step, compare
 from tests.checkpointable.steps import Tower as Skips
-from tests.checkpointable.steps import between, square
+from tests.checkpointable.steps import between, square, step_peak
 from tests.fields import raises
 
 F = nn.functional
@@ -135,6 +135,16 @@ def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(
         assert f"test_graph_facts.py:{line}" in str(caught.value.name)
     with raises(UnsupportedModelError, "no_graph", name="Partly"):  # nothing in any graph has a gradient
         Checkpointable(Partly(1, 0).requires_grad_(False), torch.ones(3, 32))
+
+
+def test_a_model_of_which_less_than_a_fifth_is_not_captured_is_planned_inside_the_limit() -> None:
+    plain, batch = Partly(12, 2), torch.randn(512, 32)
+    planned = Checkpointable(copy.deepcopy(plain), loss=square, fresh_grads=True)
+    planned.measure(batch)
+    limit = planned.budget.least_bytes()
+    planned.compute_sequence(limit)
+    assert_same_step(planned, plain, batch)
+    assert step_peak(planned, batch, fresh_grads=True) <= limit < step_peak(plain, batch, fresh_grads=True)
 
 
 _seen: list[weakref.ref[torch.UntypedStorage]] = []
