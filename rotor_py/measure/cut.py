@@ -188,9 +188,10 @@ def _run(
     with suppress(RuntimeError), torch.no_grad():
         output = run(value)
     if output is None:  # a hook, for example, calls `register_hook` on an output, which fails without a graph
+        for tensor in inputs:
+            tensor.requires_grad_(tensor.is_floating_point())
         with torch.enable_grad():
-            trained = tree_map_only(torch.Tensor, _with_gradient, value)
-            output = run(enter_graph(torch.empty(0, requires_grad=True), trained))
+            output = run(enter_graph(torch.empty(0, requires_grad=True), value))
     if not (outputs := tensors_in(output)):
         text = f"let layer {name!r} return a tensor: it returned none, so no gradient would reach it"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)
@@ -198,10 +199,6 @@ def _run(
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
-
-
-def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def joined(group: Sequence[Layer]) -> Layer:

@@ -224,13 +224,13 @@ class DiscoveryPass:
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
         # A captured stage owns all parameters that it uses, and sets no attributes: do not check it.
-        described = not new or isinstance(function, HasKind)
         self._kept: tuple[Kept, ...] = ()
-        before = None if described else Attributes(function)
+        before = None if not new or isinstance(function, HasKind) else Attributes(function)
 
         def look(value: Any, output: Any, parameters: Sequence[torch.Tensor]) -> None:
-            refuse_lost_gradients(name, function, value, output, parameters)
-            self._kept = () if before is None else kept_with_gradients(function, before.changes(), output)
+            if before is not None:
+                refuse_lost_gradients(name, function, value, output, parameters)
+                self._kept = kept_with_gradients(function, before.changes(), output)
 
         run = partial(
             stage_layouts,
@@ -239,7 +239,7 @@ class DiscoveryPass:
             chain.device,
             silent=chain.silent_of(number),
             arriving=self._to_run(number, self.arriving[number]),
-            before_backward=None if described else look,
+            before_backward=look,
         )
         # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So one trial watches the main run,
         # and the others watch runs of their own. If hooks fail, the main run is repeated; with several processes, it

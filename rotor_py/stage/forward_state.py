@@ -405,13 +405,14 @@ def find_effects(
     on its output, is always stored.
     """
     attached, reproducible = _detached(made), True
+    silent = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
     with isolated(function, device), torch.no_grad():
         try:
             differs = not _equal(_outputs(function, value), attached)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            return GraphEffects(True, _silent(attached), reproducible=False, kept=kept)
+            return GraphEffects(True, silent, reproducible=False, kept=kept)
     # The stage may contain collectives, so all processes run it equally often, even if outputs differ only in some.
     if differs or several_processes():
         with _same_run(function, device), decisions_recorded(function) as decided:
@@ -421,11 +422,7 @@ def find_effects(
         # On other devices, two runs of a kernel may round differently.
         reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
         differs = differs and _equal(attached, twice[0])
-    return GraphEffects(differs, _silent(attached), reproducible, kept)
-
-
-def _silent(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(i for i, tensor in enumerate(tensors) if not tensor.requires_grad)
+    return GraphEffects(differs, silent, reproducible, kept)
 
 
 @contextmanager

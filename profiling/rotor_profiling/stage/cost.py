@@ -345,7 +345,7 @@ def stage_layouts(
     *,
     silent: Sequence[int] = (),
     arriving: Layouts = (),
-    before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] | None = None,
+    before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None],
     watch: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
 ) -> tuple[Layouts, Any]:
     """Return the strides of the gradients that a stage's backward returns for its input `value`, and its output.
@@ -356,8 +356,7 @@ def stage_layouts(
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)
         output = (runner.forward if watch is None else watch(runner.forward))(leaf)
-        if before_backward is not None:
-            before_backward(leaf, output, parameters)
+        before_backward(leaf, output, parameters)
         made, outputs = leaves_of(output), tensors_in(output)
         gradients = gradients_for(outputs, silent, arriving)
         given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
