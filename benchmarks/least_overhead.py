@@ -1,7 +1,7 @@
 """How little recomputing can cost at best: a bound for every plan that moves, packs and rounds nothing.
 
     python benchmarks/least_overhead.py Llama ViT    # on the CPU; prints the table. All models without names
-    python benchmarks/least_overhead.py --write      # also into docs/benchmarks.md and benchmarks/results/
+    python benchmarks/least_overhead.py --write      # also into benchmarks/results/
 
 Limits are those of `ways.py`. The whole model is one captured graph, each of whose operators is timed in the forward;
 any of them may run again, dropout with its random numbers too. When the forward is over, some values are in memory, and
