@@ -21,10 +21,15 @@ def planned_for(model: nn.Module, inputs: Any, loss: Loss = square, share=0.0, *
     return planned_at(share, model, inputs, loss=loss, fresh_grads=True, **options)
 
 
+def planned_and_plain(model: nn.Module, *given: Any, **options: Any) -> tuple[Checkpointable, nn.Module]:
+    """The model planned as by `planned_for`, and a copy of it."""
+    plain = copy.deepcopy(model)
+    return planned_for(model, *given, **options), plain
+
+
 def assert_trains_inside(model, inputs, loss: Loss = square, shares=(0.0, 0.5), exact: float = 0.0) -> Checkpointable:
     """Train by plans with less and more memory: the numbers of plain training, inside the limit, as predicted."""
-    plain = copy.deepcopy(model)
-    planned = planned_for(model, inputs, loss, optimizer=adamw(model))
+    planned, plain = planned_and_plain(model, inputs, loss, optimizer=adamw(model))
     for share in shares:
         limit = between(planned, share)
         predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
@@ -33,7 +38,6 @@ def assert_trains_inside(model, inputs, loss: Loss = square, shares=(0.0, 0.5), 
 
 
 def limits(planned: Checkpointable) -> tuple[int, int]:
-    """The least limit, and what storing everything needs."""
     return planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
 
 
