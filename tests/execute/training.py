@@ -22,8 +22,6 @@ def cut_of(model: nn.Module, sample: Any) -> Cut:
 
 
 def replayed(found: Cut, sequence: Sequence) -> Forward:
-    """The forward of a cut model by `sequence`."""
-
     def forward(value: Any) -> Any:
         for _, layer in found.prefix:
             value = layer(value)
@@ -58,9 +56,9 @@ def steps(model: nn.Module, forward: Forward, sample: Any, autocast: Any = None)
 
 def assert_same(found: list[tuple[str, torch.Tensor]], expected: list[tuple[str, torch.Tensor]]) -> None:
     assert [name for name, _ in found] == [name for name, _ in expected]
-    wrong = [name for (name, a), (_, b) in zip(found, expected, strict=True) if not same_bits(a, b)]
+    wrong = [
+        name
+        for (name, a), (_, b) in zip(found, expected, strict=True)
+        if not (a.dtype == b.dtype and torch.equal(a, b) and a.stride() == b.stride())
+    ]
     assert not wrong, f"differs from plain training: {wrong[:5]}"
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) and a.stride() == b.stride()

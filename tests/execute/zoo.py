@@ -89,8 +89,6 @@ def structures() -> nn.Sequential:
 
 
 class Last(nn.Module):
-    """The output of a recurrent layer, without its state."""
-
     def forward(self, pair: tuple[torch.Tensor, Any]) -> torch.Tensor:
         return pair[0]
 
