@@ -1,4 +1,4 @@
-"""Whole steps of models whose stages are kept in another form: exact if packed, and close if in fewer bits."""
+"""Steps of stages kept in another form: exact if packed, close in fewer bits; signs of ReLU and its like, exact."""
 
 import copy
 from collections.abc import Callable
@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from rotor_profiling.storage import tensors_in
 from rotor_py import Checkpointable, PlanMismatchError
-from rotor_py.stage.compression import word_of
+from rotor_py.stage.compression import FEWER_BITS, FormKeeper, Packed, word_of
+from rotor_py.stage.saved_tensors import HandingOver, Need, Saved
 from rotor_solver import ForwardEnable, Sequence
 from tests.capture.steps import adamw, compare
 from tests.capture.test_partial_saving import WIDTH, Attention, Gated, NewGelu, Stack
@@ -161,3 +165,216 @@ def test_nothing_is_rounded_unless_it_is_asked_for(tmp_path: Path) -> None:
             loaded(keep=other)
     again = loaded(keep="bf16")
     assert torch.equal(gradients(again, batch)[1], gradients(planned, batch)[1])
+
+
+CHANNELS = 4
+
+
+class Noted:
+    name, exact = "noted", True
+
+    def __init__(self) -> None:
+        self.signs = 0
+
+    def keep(self, memory: torch.Tensor) -> Any:
+        return Packed().keep(memory)
+
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> Any:
+        self.signs += 1
+        return Packed().keep_sign(memory, need)
+
+
+STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "r": F.relu,
+    "R": lambda x: F.relu(x.clone(), inplace=True),
+    "l": lambda x: F.leaky_relu(x, 0.2),
+    "n": lambda x: F.leaky_relu(x, -0.2),
+    "L": lambda x: F.leaky_relu(x.clone(), 0.2, inplace=True),
+    "t": lambda x: F.threshold(x, 0.0, -1.0),
+    "T": lambda x: F.threshold(x.clone(), 0.0, -1.0, inplace=True),
+    "k": lambda x: x.clamp(min=0.0),
+    "h": F.relu6,
+    "d": lambda x: F.dropout(x, 0.3),
+    "p": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "a": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "s": torch.square,
+    "v": lambda x: x.flatten(1).view(x.shape),
+}
+
+
+class Steps(nn.Module):
+    """Operators one after the other, by their letters; "m" remembers a value for "+" and "*", "c" is a convolution."""
+
+    def __init__(self, letters: str) -> None:
+        super().__init__()
+        self.letters = letters
+        self.convs = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in letters])
+        self.norm = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = earlier = self.norm(x)
+        for letter, conv in zip(self.letters, self.convs, strict=True):
+            match letter:
+                case "c":
+                    x = conv(x)
+                case "+":
+                    x = x + earlier
+                case "*":
+                    x = x * earlier
+                case "m":
+                    earlier = x
+                case _:
+                    x = STEPS[letter](x)
+        return x
+
+
+def results(model: nn.Module, run: Any, seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(3, CHANNELS, 12, 12)
+    x[0, 0, 0, :3] = torch.tensor([float("nan"), 0.0, -0.0])
+    x.requires_grad_()
+    output = run(x)
+    output.sin().sum().backward()
+    return [output.detach(), *(each.grad for each in (x, *model.parameters()) if each.grad is not None)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(one, other, strict=True))
+
+
+def kept(model: nn.Module, form: Any) -> Any:
+    return FormKeeper(form).keeping(model, model)
+
+
+@pytest.mark.parametrize(
+    ("letters", "signs"),
+    [
+        ("crdc", 1),
+        ("cRdc", 1),
+        ("crpd", 1),  # who has saved the result is known when the run is over
+        ("crp", 1),
+        ("cr+c", 1),
+        ("crc", 0),
+        ("cr", 0),  # the next stage reads it
+        ("crdmr+c", 2),
+        ("clc", 1),
+        ("l", 1),  # the result of the norm
+        ("cnc", 1),
+        ("cml*c", 0),  # the product needs the numbers as well
+        ("cLc", 0),  # in place, it saves its result
+        ("crlc", 0),  # they ask two things of one tensor
+        ("ctc", 1),
+        ("cTc", 0),  # autograd saves a copy of what it overwrites, which does not show whose it is
+        ("ckc", 1),
+        ("chc", 0),
+    ],
+)
+def test_a_sign_is_kept_where_nobody_else_needs_the_numbers(letters: str, signs: int) -> None:
+    model, form = Steps(letters), Noted()
+    plain = copy.deepcopy(model)
+    assert same(results(plain, plain), results(model, kept(model, form)))
+    assert form.signs == signs
+
+
+@settings(deadline=None, max_examples=40)
+@given(letters=st.text("rRlLntTkhdpacsvm+*", min_size=1, max_size=9), seed=st.integers(0, 9))
+def test_gradients_are_those_of_plain_training_bit_for_bit(letters: str, seed: int) -> None:
+    model = Steps(letters)
+    plain = copy.deepcopy(model)
+    assert same(results(plain, plain, seed), results(model, kept(model, Packed()), seed))
+
+
+BACKWARDS = [
+    (Need.POSITIVE_OR_NAN, lambda gradient, x: torch.ops.aten.threshold_backward(gradient, x, 0)),
+    (Need.POSITIVE, lambda gradient, x: torch.ops.aten.leaky_relu_backward(gradient, x, 0.2, False)),
+    (Need.POSITIVE, lambda gradient, x: torch.ops.aten.leaky_relu_backward(gradient, x, -0.2, False)),
+    (Need.POSITIVE, lambda gradient, x: torch.ops.aten.leaky_relu_backward(gradient, x, 0.2, True)),
+    (Need.NOT_NEGATIVE, lambda gradient, x: torch.where(x >= 0, gradient, 0)),
+]
+"""What is needed of a number `x`, and what the backward makes of it."""
+INTEGERS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+@settings(deadline=None, max_examples=25)
+@given(dtype=st.sampled_from(list(INTEGERS)), count=st.integers(1, 300), seed=st.integers(0, 2**30))
+def test_a_sign_says_all_that_is_needed_of_any_bits(dtype: torch.dtype, count: int, seed: int) -> None:
+    integer, generator = INTEGERS[dtype], torch.Generator().manual_seed(seed)
+    limits = torch.iinfo(integer)
+    bits = torch.randint(limits.min, limits.max, (count,), dtype=integer, generator=generator)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1.0, -1.0], dtype=dtype)
+    tiny = torch.tensor([1, limits.min + 1], dtype=integer).view(dtype)  # next to zero
+    numbers = torch.cat([bits.view(dtype), special, tiny])
+    numbers = numbers[torch.randperm(len(numbers), generator=generator)]
+    gradient = torch.randn(len(numbers), generator=generator).to(dtype)
+    for need, backward in BACKWARDS:
+        kept = Packed().keep_sign(numbers, need)
+        expected, found = backward(gradient, numbers), backward(gradient, kept.tensor())
+        assert torch.equal(found.view(integer), expected.view(integer))
+
+
+class LateReader(nn.Module):
+    """Reads the result of a ReLU for its numbers when its sign has been kept already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().relu()
+        dropped = F.dropout(y, 0.3).exp().sin()
+        return dropped + y.square()
+
+
+def test_numbers_that_are_needed_later_are_kept_as_they_are() -> None:
+    model, form = LateReader(), Noted()
+    assert same(results(model, model), results(model, kept(model, form)))
+    assert form.signs == 1
+
+
+@pytest.mark.parametrize("word", list(FEWER_BITS))
+def test_fewer_bits_keep_a_sign_which_loses_nothing(word: str) -> None:
+    model = Steps("rdr")  # all that is saved beside the input of the norm is a mask and a sign
+    plain = copy.deepcopy(model)
+    assert same(results(plain, plain), results(model, kept(model, FEWER_BITS[word])))
+
+
+def test_second_derivatives_are_those_of_plain_training() -> None:
+    model = Steps("srdsls")
+
+    def second(run: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(3, CHANNELS, 12, 12, requires_grad=True)
+        (first,) = torch.autograd.grad(run(x).sin().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(first.square().sum(), x))
+
+    form = Noted()
+    assert same(second(model), second(kept(model, form)))
+    assert form.signs == 2
+
+
+class Waiting:
+    def __init__(self, count: int) -> None:
+        self.ends_after = count
+        self.found: list[Saved] = []
+
+    def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
+        self.found.append(saved)
+
+
+@pytest.mark.parametrize("letters", ["crp", "cl", "clc"])
+def test_a_run_that_hands_over_goes_on_until_it_is_known_who_reads(letters: str) -> None:
+    model, form, count = Steps(letters), Noted(), [0]
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return tensor
+
+    x = torch.randn(3, CHANNELS, 12, 12, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(counted, lambda each: each):
+        tensors_in(model(x))
+    waiting = Waiting(count[0])
+    with HandingOver(waiting):
+        kept(model, form)(x)
+    assert len(waiting.found) == count[0]
+    assert form.signs == 1
