@@ -1,20 +1,25 @@
-"""Inputs of any class: their tensors count and are kept apart by shape, whatever object holds them."""
+"""What a model is given: inputs of any class, samples to measure with, and settings, of which some exclude others."""
 
+import logging
 import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import DataLoader, TensorDataset
 
 from rotor_profiling import measured_peak, tensors_in
-from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.errors import UnsupportedModelError
-from tests.checkpointable.steps import CPU, Residual, same_gradients
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
+from rotor_py.plan.settings import EXCLUSIONS, SEVERAL_PROCESSES, SHARDED
+from rotor_py.plan.trained_model import TrainedModel
+from tests.checkpointable.steps import CPU, Residual, between, same_gradients, square, step_peak
 from tests.fields import kinds, logged, raises
 
 
@@ -96,52 +101,57 @@ class Captured(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(*(block() for _ in range(3)))
 
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.blocks(batch.x)
+    def forward(self, batch: Any, *others: Any) -> torch.Tensor:
+        value = batch.x
+        for other in others:
+            value = value + other.x
+        return self.blocks(value)
 
 
 def block() -> nn.Module:
     return Residual(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 
 
-def train(model: nn.Module, batch: Any) -> None:
+def train(model: nn.Module, *batch: Any) -> None:
     model.zero_grad()
-    output = model(batch)
+    output = model(*batch)
     output.mean().backward()
 
 
-FAST = ("graph", "dict", "ring")  # what is captured takes a second each
-CAPTURED = [pytest.param(False, kind, marks=[] if kind in FAST else [pytest.mark.slow]) for kind in BATCHES]
-
-
-@pytest.mark.parametrize(("chain", "kind"), [*((True, kind) for kind in BATCHES), *CAPTURED])
-def test_objects_are_planned_for_like_the_tensors_in_them(kind: str, chain: bool, caplog) -> None:
-    make, x = BATCHES[kind], torch.randn(256, 32, requires_grad=True)
+@pytest.mark.parametrize("chain", [True, False])
+def test_objects_are_planned_for_like_the_tensors_in_them(chain: bool, caplog) -> None:
+    """A chain hands them from layer to layer; a captured model takes one of each."""
+    inside = [make for kind, make in BATCHES.items() if kind != "ring"]  # garbage until it is collected
 
     def network() -> nn.Module:
         torch.manual_seed(0)
-        if chain and kind != "ring":  # rings are garbage until they are collected
-            return nn.Sequential(*(Inside(make) for _ in range(3)), Unpack())
-        return nn.Sequential(Unpack(), *(block() for _ in range(3))) if chain else Captured()
+        return nn.Sequential(*map(Inside, inside), Unpack()) if chain else Captured()
 
-    assert tensors_in([make(x)]) == [x]
-    plain, planned = network(), Checkpointable(network(), (make(x),), "1GB", loss=torch.mean, fresh_grads=True)
+    def given(x: torch.Tensor) -> tuple[Any, ...]:
+        others = [] if chain else [make(x.detach().clone()) for make in inside]
+        return Ring(x), *others
+
+    x = torch.randn(256, 32, requires_grad=True)
+    assert all(tensors_in([make(x)]) == [x] for make in BATCHES.values())
+    plain, planned = network(), Checkpointable(network(), given(x), "1GB", loss=torch.mean, fresh_grads=True)
     limit = planned.budget.least_bytes()
     assert limit < planned.budget.peak_bytes(planned.sequence)
     planned.compute_sequence(limit)
     for _ in range(2):
-        train(plain, make(x))
+        train(plain, *given(x))
         wanted, x.grad = x.grad, None
-        train(planned, make(x))
+        train(planned, *given(x))
         assert same_gradients(planned, plain)
         assert torch.equal(x.grad, wanted)
         x.grad = None
     planned.zero_grad()
-    peak = measured_peak(lambda: train(planned, make(x)), [*planned.parameters(), x], CPU)
+    batches = given(x)
+    peak = measured_peak(lambda: train(planned, *batches), [*planned.parameters(), *tensors_in(batches)], CPU)
     assert 0.9 * limit < peak <= limit
     assert kinds(caplog) == []  # neither planned nor captured again
-    with raises(InfeasibleError, "limit_too_small", mem_limit=limit):
-        planned(make(torch.randn(2048, 32, requires_grad=True)))
+    with pytest.raises(InfeasibleError) as refused:
+        planned(*given(torch.randn(2048, 32, requires_grad=True)))
+    assert refused.value.mem_limit == limit
 
 
 class Switching(Captured):
@@ -235,3 +245,175 @@ def test_lazy_layers_have_the_parameters_and_statistics_of_plain_training(chain:
     for name, value in models[0].state_dict().items():
         assert torch.equal(value, models[1].state_dict()[name])
     assert len(logged(caplog, "lazy_layers")) == dropout
+
+
+CHAIN = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+DATA = torch.randn(12, 8)
+
+
+class Product(nn.Module):
+    """Takes one or two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, value: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+        value = self.layer(value).tanh()
+        return value if factor is None else value * factor
+
+
+def loader(*columns: torch.Tensor) -> Any:
+    return DataLoader(TensorDataset(*columns), batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize("model", [CHAIN, Product()], ids=["chain", "captured"])
+def test_the_first_batch_of_a_loader_is_taken_and_no_random_number_is_drawn(model: nn.Module) -> None:
+    planned = Checkpointable(model, mem_limit="1GB")
+    before = torch.get_rng_state()
+    planned.measure(loader(DATA))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert planned(DATA[:4]).shape == (4, 8)
+    assert planned.sequence is not None
+
+
+def test_samples_that_are_none_are_told_in_one_sentence_and_a_limit_may_be_a_float() -> None:
+    for sample in ((DATA[:4], DATA[:4]), loader(DATA, DATA)):
+        with raises(UnsupportedModelError, "too_many_arguments", got=2):  # targets beside the input
+            Checkpointable(CHAIN, sample, mem_limit="1GB")
+        Checkpointable(Product(), sample, mem_limit="1GB")  # takes two
+    for limit in ("1GB", 1e9, 10**9):
+        with raises(UnsupportedModelError, "not_a_sample"):
+            Checkpointable(CHAIN, limit)
+    with raises(UnsupportedModelError, "empty_loader"):
+        Checkpointable(CHAIN, DataLoader(TensorDataset(DATA[:0])), mem_limit="1GB")
+    found = Checkpointable(CHAIN, DATA[:4], mem_limit=1e9)
+    assert found.mem_limit == 10**9
+    assert found.sequence is not None
+
+
+def messages(caplog, **options: Any) -> list[tuple[int, str]]:
+    """Levels and lines that a first step of four layers logs."""
+    model = Checkpointable(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), mem_limit="1GB", **options)
+    with caplog.at_level(logging.INFO, "rotor_py"):
+        model(torch.randn(4, 8)).sum().backward()
+    return [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "rotor_py"]
+
+
+def test_measuring_begins_and_ends_with_a_line(caplog) -> None:
+    for options in ({"progress": False}, {}):
+        caplog.clear()
+        assert [level for level, _ in messages(caplog, **options)] == [logging.INFO] * 3
+    assert kinds(caplog) == ["planning", "measuring", "measured"]
+    assert logged(caplog, "planning", name="Sequential")
+    assert logged(caplog, "measured", stages=4)
+    for options in ({"progress": True}, {"verbosity": 1}):  # shown without setting up logging
+        caplog.clear()
+        assert [level for level, _ in messages(caplog, **options)][:3] == [logging.WARNING] * 3
+
+
+def test_a_profiler_that_measuring_ends_is_told_of(caplog) -> None:
+    model = Checkpointable(CHAIN, loss=torch.sum)
+    with caplog.at_level(logging.WARNING, "rotor_py"), torch.profiler.profile():
+        model.measure(DATA)
+    assert logged(caplog, "profiler_lost")
+    caplog.clear()
+    with torch.profiler.profile() as profile:
+        model(DATA).sum().backward()
+    assert not logged(caplog, "profiler_lost")
+    assert any("addmm" in event.key for event in profile.key_averages())
+
+
+def test_hooks_see_nothing_of_planning_and_all_that_comes_after_it() -> None:
+    seen: list[str] = []
+
+    def hooks(name: str) -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda tensor: seen.append(name) or tensor, lambda tensor: tensor)
+
+    value, planned = torch.ones(2, requires_grad=True), Checkpointable(CHAIN)
+    with hooks("outer"):
+        with hooks("inner"):
+            planned.measure(DATA)
+            with pytest.raises(RuntimeError, match="shape"):
+                planned.measure(DATA[:, :3])
+            assert seen == []
+            value.exp()
+        value.exp()
+    assert seen == ["inner", "outer"]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+ASKED: dict[str, dict[str, Any]] = {
+    "another optimizer": {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])},
+    "compile": {"compile": True},
+    "forwards_in_flight > 1": {"forwards_in_flight": 2},
+    "keep": {"keep": "bf16"},
+    "level or every_n_layers": {"every_n_layers": 1},
+    "offload": {"offload": "file:/tmp"},
+    "on_oom='replan'": {"on_oom": "replan"},
+    "plan": {"plan": "a file that nobody reads"},
+    "preserve_rng_state=False": {"preserve_rng_state": False},
+    "step_in_backward": {"step_in_backward": torch.optim.SGD(MODEL.parameters(), 0.1)},
+}
+EXPECTED = [(each.first, each.second, each.why.format(given="it")) for each in EXCLUSIONS]
+OF_SETTINGS = [each for each in EXCLUSIONS if each.second not in (SEVERAL_PROCESSES, SHARDED)]
+
+
+@pytest.mark.parametrize("row", OF_SETTINGS, ids=lambda each: f"{each.first}, {each.second}")
+def test_every_row_of_the_table_is_refused(row: Any) -> None:
+    with raises(ValueError, "excluded_together", name=row.first.partition("=")[0], other=row.second):
+        Checkpointable(MODEL, **ASKED[row.first], **ASKED[row.second])
+
+
+def test_the_page_shows_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8").replace("`", "")
+    rows = [tuple(line.strip("| ").split(" | ")) for line in text.splitlines() if line.startswith("|")]
+    assert [row for row in rows if row in EXPECTED] == EXPECTED
+
+
+def test_an_unknown_value_is_refused() -> None:
+    for name, value in (("backward_order", "odd"), ("keep", "fp4"), ("keep", torch.bfloat16), ("on_oom", "odd")):
+        with raises(ValueError, "unknown_value", name=name):
+            Checkpointable(MODEL, **{name: value})
+
+
+BATCH = torch.randn(4, 4)
+
+
+@pytest.mark.parametrize("option", ["step_in_backward", "on_oom='replan'"])
+def test_what_is_for_one_process_is_refused_once_there_are_several(option: str, monkeypatch) -> None:
+    plain = Checkpointable(MODEL, BATCH, "1GB")
+    planned = Checkpointable(MODEL, BATCH, "1GB", **ASKED[option])
+    planned(BATCH)
+    monkeypatch.setattr(TrainedModel, "alone", False)
+    for refused in (planned, planned.measure):
+        with raises(UnsupportedModelError, "one_process_only", name=option):
+            refused(BATCH)
+    plain(BATCH).sum().backward()
+    monkeypatch.undo()
+    MODEL.zero_grad()
+    planned(BATCH)
+
+
+WIDTH = 64
+
+
+def repeated() -> tuple[nn.Module, torch.Tensor]:
+    blocks = [Residual(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(3)]
+    return nn.Sequential(*blocks * 3), torch.randn(256, WIDTH)
+
+
+def test_sums_of_the_gradients_of_repeated_layers_are_inside_the_limit_and_count_once_for_all_in_flight() -> None:
+    model, batch = repeated()
+    planned = Checkpointable(model, batch, loss=square, watch=False)
+    for share in (0.0, 1.0):
+        sequence = planned.compute_sequence(between(planned, share))
+        step_peak(planned, batch)
+        present = [*planned.parameters(), batch, *(each.grad for each in planned.parameters())]
+        measured = measured_peak(lambda: square(planned(batch)).backward(), present, CPU)  # the output goes at once
+        assert 0.95 * planned.budget.peak_bytes(sequence) <= measured <= planned.budget.peak_bytes(sequence)
+        planned.zero_grad()
+    assert any(stage.gradient for stage in planned.chain)
+    together = Checkpointable(repeated()[0], batch, loss=square, forwards_in_flight=2)
+    assert not any(stage.gradient for stage in together.chain)

@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import itertools
 import logging
 import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,34 +234,28 @@ def test_an_interrupt_at_any_line_of_the_search_for_an_optimizers_memory_leaves_
     optimizer, gradients = torch.optim.SGD(model.parameters(), 0.1), [torch.ones(2, 2), torch.ones(2)]
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
-    for at in range(1, 1000):
-        lines = 0
+    for at in itertools.count(1):
+        left = at
 
-        def trace(frame: Any, event: str, arg: Any, at: int = at) -> Any:
-            nonlocal lines
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal left
             if frame.f_code.co_name not in ("optimizer_cost", "_without_gradients", "undoing", "_undo"):
                 return None
-            lines += event == "line"
-            if lines == at and event == "line":
+            left -= event == "line"
+            if left == 0:
                 raise KeyboardInterrupt
             return trace
 
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
             optimizer_cost(optimizer)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
+        sys.settrace(None)
         assert all(each.grad is mine for each, mine in zip(model.parameters(), gradients, strict=True)), at
-        if lines < at:
+        if left:
             break
 
 
 class Flow(nn.Module):
-    """Trains by `log_prob`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = network()

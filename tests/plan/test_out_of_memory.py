@@ -15,14 +15,22 @@ from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan import oom_replanning
 from rotor_py.stage.error_context import asked_bytes, is_out_of_memory
 from tests.checkpointable.steps import Residual, between, blocks, images, planned_at, square, step_peak
-from tests.execute.starved import AtOperators, Capacity, out_of_cpu_memory, out_of_memory
-from tests.execute.undone import Gated, notes, planned, state, step
+from tests.execute.starved import (
+    AtOperators,
+    Capacity,
+    Gated,
+    notes,
+    out_of_cpu_memory,
+    out_of_memory,
+    planned,
+    state,
+    step,
+)
 from tests.fields import logged
 from tests.training.loop import differences, rows
 from tests.training.tripping import chain as dropping
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
-F = nn.functional
 Kind = Callable[[], nn.Module]
 
 
@@ -72,8 +80,6 @@ def pinched() -> nn.Sequential:
 
 
 class Whole(nn.Sequential):
-    """One stage, of several layers."""
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return super().forward(value)
 
@@ -102,8 +108,6 @@ class Fault:
 
 
 class Once(nn.Module):
-    """Runs out of memory in its forward or backward, once."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fault = Fault()

@@ -30,7 +30,6 @@ ROW = torch.ones(1, 256)
 
 
 def chain() -> nn.Sequential:
-    """A small language model."""
     torch.manual_seed(0)
     blocks = [Residual(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
     return nn.Sequential(nn.Embedding(VOCABULARY, 32), *blocks, nn.Linear(32, VOCABULARY))
