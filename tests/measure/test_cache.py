@@ -3,7 +3,6 @@
 import json
 import operator
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from rotor_py.measure.cache import MeasurementCache, UnstableKeyError, cache_fol
 from rotor_py.measure.rounds import StageTimes
 from rotor_py.stage.forward_state import GraphEffects
 from tests.checkpointable.steps import Tower
+from tests.quick import run_python
 
 BATCH = torch.randn(16, 8)
 ADD = StageTimes.add
@@ -136,27 +136,12 @@ def test_keys_say_what_a_value_is() -> None:
             digest_of(value)
 
 
-def emptied(file: Path) -> None:
-    file.write_text("")
-
-
-def forged(file: Path, seconds: float = 5.0) -> None:
-    data = json.loads(file.read_text())
-    data["runs"] = [{"ways": [[seconds, seconds]], "node": [seconds, seconds]}]
+def rewritten(file: Path, digest: bool, **changes: Any) -> None:
+    data = {**json.loads(file.read_text()), **changes}
+    if digest:
+        del data["digest"]
+        data["digest"] = cache._digest_of_data(data)
     file.write_text(json.dumps(data))
-
-
-def forged_with_its_digest(file: Path) -> None:
-    forged(file, -5.0)
-    data = json.loads(file.read_text())
-    del data["digest"]
-    file.write_text(json.dumps({**data, "digest": cache._digest_of_data(data)}))
-
-
-def without_runs(file: Path) -> None:
-    data = {**json.loads(file.read_text()), "runs": []}
-    del data["digest"]
-    file.write_text(json.dumps({**data, "digest": cache._digest_of_data(data)}))
 
 
 def made_a_pipe(file: Path) -> None:
@@ -164,16 +149,27 @@ def made_a_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
+RUNS = [{"ways": [[5.0, 5.0]], "node": [5.0, 5.0]}]
+NEGATIVE = [{"ways": [[-5.0, -5.0]], "node": [-5.0, -5.0]}]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "emptied": lambda file: file.write_text(""),
+    "forged": lambda file: rewritten(file, False, runs=RUNS),
+    "forged with its digest": lambda file: rewritten(file, True, runs=NEGATIVE),
+    "without runs": lambda file: rewritten(file, True, runs=[]),
+    "a pipe": made_a_pipe,
+}
+
+
 def test_a_damaged_file_counts_as_none_and_is_written_anew(measured: list[str]) -> None:
     expected = costs(layers())
-    for damage in (emptied, forged, forged_with_its_digest, without_runs, made_a_pipe):
+    for name, damage in DAMAGES.items():
         measured.clear()
         costs(layers())
-        assert measured == [], damage
+        assert measured == [], name
         for file in cache_folder().iterdir():
             damage(file)
         found = costs(layers())
-        assert "measure_ways" in measured, damage
+        assert "measure_ways" in measured, name
         assert [each.saved_bytes for each in found.stages] == [each.saved_bytes for each in expected.stages]
 
 
@@ -222,11 +218,9 @@ def test_another_process_measures_a_layer_again_only_if_the_code_that_it_calls_h
         os.utime(tmp_path / name, (time.time() - 60,) * 2)
 
     def measured_stages() -> set[str]:
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        options: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True}
-        return set(subprocess.run([sys.executable, "run.py"], **options).stdout.split())
+        return set(run_python(RUN, tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache")).stdout.split())
 
-    for name, text in (("run.py", RUN), ("layers.py", LAYERS), ("helper.py", HELPER)):
+    for name, text in (("layers.py", LAYERS), ("helper.py", HELPER)):
         write(name, text)
     assert measured_stages() == {"0", "1"}
     assert measured_stages() == set()

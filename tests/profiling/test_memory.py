@@ -14,14 +14,13 @@ from rotor_profiling import Phase, measured_peak, memory_meter, watch_step
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.step import CpuWatch, give_way
+from tests.checkpointable.steps import CPU
 from tests.fields import raises
-from tests.profiling.costs import CPU
 
 KIB = 1024
 
 
 def block(kib: int) -> torch.Tensor:
-    """A tensor of `kib` KiB."""
     return torch.empty(kib * KIB, dtype=torch.uint8)
 
 

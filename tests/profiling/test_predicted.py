@@ -19,7 +19,7 @@ from rotor_profiling.memory import Phase
 from rotor_profiling.storage import equal
 from rotor_py.estimation.fake_tensors import DeviceFakeMode
 from rotor_py.estimation.simulated_target import PredictedDevice
-from tests.profiling.costs import CPU
+from tests.checkpointable.steps import CPU
 
 SIDE = 64
 NUMBERS = 600
