@@ -36,7 +36,6 @@ class Mixer(nn.Module):
 
 
 def chain(depth: int = 5, width: int = 32, dropout: float = 0.2) -> nn.Sequential:
-    """The same kinds of layers as a chain."""
     layers: list[nn.Module] = [nn.Linear(12, width)]
     for _ in range(depth):
         layers += [nn.BatchNorm1d(width), nn.Sequential(nn.Linear(width, width), nn.GELU()), nn.Dropout(dropout)]

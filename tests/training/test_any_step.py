@@ -435,7 +435,7 @@ def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps
 @pytest.mark.parametrize(("name", "size"), [("chain", 8), pytest.param("file", 12, marks=pytest.mark.slow)])
 def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(name: str, size: int, monkeypatch) -> None:
     monkeypatch.setattr(soak, "SIZE", size)
-    found = soak.soak(name, steps=18, every=3)
+    found = soak.soak(name, steps=12, every=3)
     assert found.problems() == []
-    assert found.samples == 4
+    assert found.samples == 2
     assert found.peak_bytes > 0.8 * found.limit_bytes  # the limit is not just never met

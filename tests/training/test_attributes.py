@@ -1,8 +1,10 @@
-"""Layers that keep something in plain attributes train as they do without a plan."""
+"""Layers that keep something in plain attributes train as without a plan; attributes are put back after any run."""
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import tensors_in
+from rotor_profiling import isolated, tensors_in
+from rotor_profiling.attributes import Attributes, attributes_kept, kept_bytes
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.execute import regions
 from rotor_py.stage.replayed_routing import decided_bytes
@@ -18,7 +21,8 @@ from rotor_py.stage.runner import StageRunner
 from rotor_py.validate.verification import verify
 from rotor_solver import Backward, Loss, Sequence
 from tests.capture.steps import assert_same_step
-from tests.checkpointable.steps import Residual, between, square, step_peak
+from tests.checkpointable.steps import CPU, Residual, planned_at, square, step_peak
+from tests.execute.sequences import everything_again
 from tests.fields import raises
 from tests.training.loop import Training, differences, planned
 from tests.training.test_concurrent import KINDS, made
@@ -58,38 +62,27 @@ class _Layer(nn.Module):
                 return y * self.total
 
 
-def _halfway(model: nn.Module, x: torch.Tensor, share: float = 0.5, **options: Any) -> Checkpointable:
-    """The model with a limit for which some of its layers are run again."""
-    measured = Checkpointable(copy.deepcopy(model), loss=square, fresh_grads=True, cache=False)
-    measured.measure(x)
-    limit = between(measured, share)
-    return Checkpointable(model, mem_limit=limit, loss=square, fresh_grads=True, cache=False, **options)
-
-
 def _attributes(model: nn.Module) -> list[Any]:
     layers = [each for each in model.modules() if isinstance(each, _Layer)]
     tensors = [[None if t is None else t.tolist() for t in (each.state, each.total)] for each in layers]
     return [tensors, [(each.calls, each.rate, list(each.seen)) for each in layers]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [*((kind, {}) for kind in ("count", "list", "state", "sum", "module")), ("state", {"on_oom": "replan"})],
-)
-def test_numbers_and_attributes_are_those_of_plain_training(kind: str, options: dict[str, Any]) -> None:
-    plain = nn.Sequential(*(_Layer(kind) for _ in range(6)))
+@pytest.mark.parametrize("options", [{}, {"on_oom": "replan"}])
+def test_numbers_and_attributes_are_those_of_plain_training(options: dict[str, Any]) -> None:
+    kinds = ("count", "list", "state", "sum", "module")
+    plain, x = nn.Sequential(*map(_Layer, kinds)), torch.randn(64, 16)
     model = copy.deepcopy(plain)
-    x = torch.randn(64, 16)
-    planned = _halfway(model, x, **options)
+    planned = planned_at(1.0, model, x, fresh_grads=True, cache=False, **options)
+    planned.sequence = everything_again(len(kinds))
     for step in range(4):
         assert_same_step(planned, plain, x)
         assert _attributes(model) == _attributes(plain), step
-    assert len(list(planned.sequence)) > 2 * 6 + 1  # something was run again
 
 
 def test_layers_that_count_are_of_one_kind_and_verification_moves_no_attribute() -> None:
     model, x = nn.Sequential(*(_Layer("count") for _ in range(6))), torch.randn(64, 16)
-    planned = _halfway(model, x)
+    planned = planned_at(0.5, model, x, fresh_grads=True, cache=False)
     planned(x).sum().backward()
     assert len(set(planned.report().measurement.stages[1:-1])) == 1
     before = _attributes(model)
@@ -124,7 +117,7 @@ class _Balanced(nn.Module):
 def test_gradients_pass_through_tensors_in_attributes(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     plain = nn.Sequential(*(_Balanced(kind) for _ in range(6)))
     other, x = copy.deepcopy(plain), torch.randn(64, 16)
-    planned = _halfway(copy.deepcopy(plain), x, 0.0, **options)
+    planned = planned_at(0.0, copy.deepcopy(plain), x, fresh_grads=True, cache=False, **options)
     planned(x)
     assert len(list(planned.sequence)) > 2 * 6 + 1  # some layers are recomputed
     plan = tmp_path / "plan.json"
@@ -185,12 +178,6 @@ def _(scores: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(scores)
 
 
-def start_again() -> None:
-    """Let the next run be the first again, for a twin."""
-    global _runs
-    _runs = itertools.count()
-
-
 class Mixture(nn.Module):
     """Tokens go to the experts that `choose` picks by unsteady scores; the weights of the experts are steady."""
 
@@ -243,9 +230,10 @@ def by_regions(layers: nn.Sequential, value: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(layers: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    global _runs
     layers.zero_grad()
     torch.manual_seed(1)
-    start_again()
+    _runs = itertools.count()
     output = run(torch.randn(32, WIDTH))
     output.square().mean().backward()
     return [output.detach(), *(p.grad.clone() for p in layers.parameters() if p.grad is not None)]
@@ -295,3 +283,125 @@ def test_a_stage_that_comes_to_another_decision_is_refused() -> None:
     _, surroundings = runner.first(value)
     with raises(RuntimeError, "rerun_differs"):
         runner.again(value, surroundings)
+
+
+class Refusing(dict[str, Any]):
+    """A container that can be read, and not be filled, as the outputs of transformers."""
+
+    def clear(self) -> None:
+        raise TypeError("no")
+
+    update = clear  # type: ignore[assignment]
+
+
+class Everything(nn.Module):
+    """A layer that changes all that an attribute can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.output = 0, Refusing()
+        self.stats: dict[str, Any] = {"shapes": []}
+        self.last, self.names = deque([0], maxlen=2), {"a"}
+        self.total, self.state = torch.zeros(2), torch.zeros(2)
+        self.cache: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.stats["shapes"].append(tuple(x.shape))
+        self.stats["calls"] = self.calls
+        self.last.append(self.calls)
+        self.names.add(str(self.calls))
+        self.total += x.detach().sum()
+        self.state = self.state + 1
+        self.output = Refusing(output=self.calls)
+        self.made = self.calls
+        if self.cache is None:
+            self.cache = torch.ones(3)
+        return x * self.calls
+
+
+def present(layer: Everything) -> dict[str, Any]:
+    names = ("calls", "stats", "last", "names", "total", "state", "output", "cache")
+    return {name: str(getattr(layer, name)) for name in names} | {"made": getattr(layer, "made", None)}
+
+
+def test_all_is_put_back_and_containers_and_tensors_are_the_same_objects() -> None:
+    layer = Everything()
+
+    def objects() -> list[Any]:
+        return [layer.stats, layer.stats["shapes"], layer.total, layer.output]
+
+    layer.stats["all"] = layer.stats  # a container in itself
+    before, same = present(layer), objects()
+    with attributes_kept(nn.Sequential(layer)):
+        layer(torch.ones(2))
+        layer(torch.ones(2))
+    assert present(layer) == before
+    assert all(a is b for a, b in zip(objects(), same, strict=True))
+
+
+def test_kept_bytes_are_those_of_tensors_that_change() -> None:
+    layer = Everything()
+    with attributes_kept(layer):
+        layer(torch.ones(2))
+    assert kept_bytes(layer) == 2 * 8 + 8  # what is written into twice; what is replaced once
+
+
+def test_a_recomputation_finds_everything_as_the_run_before_it_found_it() -> None:
+    layer = Everything()
+    layer(torch.ones(2))
+    before, first, after = Attributes(layer), layer(torch.ones(2)), present(layer)
+    changes = before.changes()
+    for _ in range(2):  # as often as it is recomputed
+        with attributes_kept(layer):
+            for change in changes:
+                change.restore_for_recompute()
+            assert torch.equal(layer(torch.ones(2)), first)
+            assert present(layer) == after
+        assert present(layer) == after
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_measuring_restores_everything_except_a_cache(around: bool) -> None:
+    layer = Everything()
+    before = present(layer)
+    with attributes_kept(layer, caches=False) if around else nullcontext():
+        for _ in range(3):
+            with isolated(layer, CPU):
+                layer(torch.ones(2))
+            if around:
+                layer.made += 1  # the next run finds other than this one made
+    assert layer.cache is not None
+    layer.cache = None
+    # A value made where none was stays while the layer is measured: only the next run shows whether it is a state.
+    assert getattr(layer, "made", None) == (None if around else 1)
+    assert {**present(layer), "made": None} == before
+
+
+class Late(nn.Module):
+    """Writes into a tensor from its second run on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.calls = torch.zeros(1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            self.total.add_(1)
+        return x
+
+
+def test_a_tensor_that_is_written_to_for_the_first_time_is_refused_once() -> None:
+    layer = Late()
+
+    def run() -> Attributes:
+        found, _ = Attributes(layer), layer(torch.ones(1))
+        return found
+
+    run().changes()
+    with raises(RuntimeError, "attribute_changed", name="total"):
+        run().changes()
+    (change,) = [each for each in run().changes() if each.name == "total"]
+    change.put_back()
+    assert layer.total.item() == 1

@@ -9,6 +9,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -41,24 +42,12 @@ def gradients(*models: nn.Module) -> list[torch.Tensor]:
     return [p.grad for model in models for p in model.parameters()]
 
 
-def in_threads(*tasks: Callable[[], None]) -> None:
+def in_threads(*tasks: Callable[[], object]) -> None:
     """Run every task in a thread of its own, all beginning together; the first error is raised here."""
-    start, errors = threading.Barrier(len(tasks)), []
-
-    def run(task: Callable[[], None]) -> None:
-        try:
-            start.wait()
-            task()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if errors:
-        raise errors[0]
+    start = threading.Barrier(len(tasks))
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        for each in [pool.submit(lambda task=task: (start.wait(), task())) for task in tasks]:
+            each.result()
 
 
 def test_overlapping_steps_and_forwards_in_any_order_and_another_thread_have_the_bits_of_plain_training() -> None:
@@ -86,11 +75,11 @@ def test_threads_that_plan_and_train_their_own_models_do_what_they_do_alone() ->
     plain = [made(kind, seed, dropout=0.0) for seed, kind in enumerate((Mixer, Mixer, chain))]
     models = copy.deepcopy(plain)
     for model in plain:
-        Training(model).run(8)
+        Training(model).run(4)
     found: dict[int, Training] = {}
 
     def task(index: int) -> None:
-        found[index] = Training(planned(models[index])).run(8)
+        found[index] = Training(planned(models[index])).run(4)
 
     in_threads(*(partial(task, index) for index in range(3)))
     for index, model in enumerate(plain):
@@ -118,7 +107,6 @@ def test_what_is_measured_while_another_thread_trains_is_what_is_measured_alone(
 
 
 def measured(model: nn.Module) -> tuple[object, ...]:
-    """All bytes that planning found."""
     network = Checkpointable(model, loss=square)
     network.measure(rows())
     sizes = [(s.activation_bytes, s.saved_bytes, s.forward_temp_bytes, s.backward_temp_bytes)

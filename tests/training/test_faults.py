@@ -17,8 +17,7 @@ from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.stage.error_context import add_note
 from tests.checkpointable.steps import CPU, same_gradients, square, without_collector
-from tests.execute.starved import AtOperators
-from tests.execute.undone import notes
+from tests.execute.starved import AtOperators, notes
 from tests.training import tripping
 from tests.training.loop import differences, planned, rows
 from tests.training.tripping import BACKWARD, FORWARD, Caught, chain, left_behind, slots, train_step
@@ -60,7 +59,6 @@ def pair(kind: Kind) -> tuple[Checkpointable, nn.Module]:
 
 
 def stage_of_the_trip(network: Checkpointable) -> str:
-    """The stage that has the layer that fails."""
     return "trip#1" if network.captured else "4"
 
 
@@ -158,7 +156,7 @@ def test_failing_steps_leave_no_bytes_behind(kind: Kind) -> None:
     runs = calls_of_a_step(network)
     errors: weakref.WeakSet[BaseException] = weakref.WeakSet()
     with without_collector():
-        for step in range(21):
+        for step in range(11):
             fails = step % (runs + 1)  # in one of the runs, or in the backward
             FORWARD.reset(fails, OwnError(code=1))
             BACKWARD.reset(0 if fails else 1, OwnError(code=2))

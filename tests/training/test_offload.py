@@ -23,7 +23,7 @@ from rotor_py.errors import OffloadError
 from rotor_solver import Backward, Chain, ForwardEnable, InfeasibleError, Loss, Persistent, Sequence, simulate
 from rotor_solver.offload import Link, plan_moves, timed_moments
 from tests.checkpointable.steps import between, square, step_peak
-from tests.execute.test_moving import same, settle
+from tests.execute.test_moving import same, settle, tier_of
 from tests.fields import logged, raises
 from tests.training.stepping import Block, Language
 
@@ -54,11 +54,6 @@ def planned(model: nn.Module, limit: int, folder: Path | None, **options: Any) -
     offload = None if folder is None else f"file:{folder}"
     chosen = {"cache": False, "offload": offload, **options}
     return Checkpointable(model, tokens(), mem_limit=limit, loss=square, fresh_grads=True, **chosen)
-
-
-def tier_of(model: Checkpointable) -> Any:
-    """Where what moves waits, which counts its bytes; no user sees it."""
-    return model._planner.model.tier
 
 
 def trained(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
@@ -255,30 +250,6 @@ def test_a_disk_that_fails_ends_a_step_in_a_sentence_and_neither_that_nor_ctrl_c
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has no name, so that it outlives its folder: between steps, and in the middle of one."""
-    folder = tmp_path / "one"
-    folder.mkdir()
-    model, plain, write = planned(chain(), limit_between(0.1), folder), chain(), os.pwrite
-
-    def removing(*args: Any) -> int:
-        if folder.exists():
-            folder.rmdir()
-        return write(*args)
-
-    with monkeypatch.context() as during:
-        during.setattr(os, "pwrite", removing)
-        assert same(trained(model), trained(plain))
-    assert not folder.exists()
-    assert same(trained(model), trained(plain))
-    tier = tier_of(model)
-    assert tier.moved_bytes > 0
-    assert tier.held_bytes == 0
-    with raises(ValueError, "no_file"):
-        trained(copy.deepcopy(model))  # it wants a file of its own
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_gradients_that_add_up_over_batches_are_exact_inside_the_limit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"loss": square, "cache": False, "watch": False}
     limit = between(Checkpointable(chain(), tokens(), 10**10, **options), 0.2)
@@ -368,7 +339,8 @@ def test_a_plan_from_a_file_moves_what_it_moved_before_and_says_so_if_nothing(tm
         file.write_text(json.dumps(data))
         with raises(ValueError, "damaged_plan", name=str(file), cause=cause):
             Checkpointable(chain(), plan=file, offload=f"file:{tmp_path}")
-    planned(chain(), limit, None).save_plan(file)
+    stored().compute_sequence(limit)
+    stored().save_plan(file)
     Checkpointable(chain(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
     assert logged(caplog, "moves_nothing")
 

@@ -80,7 +80,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tenso
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, buffers and the optimizer's state, on the CPU."""
     states = [optimizer.state[each] for group in optimizer.param_groups for each in group["params"]]
     state = [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]
     return [each.detach().to("cpu", copy=True) for each in [*model.parameters(), *model.buffers(), *state]]

@@ -1,9 +1,9 @@
-"""Autocast, GradScaler and models of low precision, with a plan and without one."""
+"""Autocast, GradScaler, models of low precision, and torch.compile around a plan, inside one, and on its layers."""
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from rotor_profiling import measured_peak
-from tests.checkpointable.steps import CPU, Tower, square
+from rotor_py import Checkpointable
+from rotor_solver import store_all
+from tests.checkpointable.steps import CPU, Tower, planned_at, square, step_peak
+from tests.fields import logged
 from tests.training.loop import planned
 
 F = nn.functional
-Region = Callable[[], AbstractContextManager[Any]]
 bfloat16, float16 = (partial(torch.autocast, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16))
 tower = partial(Tower, 32, 5, 0.1)
 
@@ -28,8 +30,6 @@ def chain() -> nn.Module:
 
 
 class Inside(Tower):
-    """Enters autocast by itself, for a part of its layers."""
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         with bfloat16():
             value = super().forward(value)
@@ -44,13 +44,7 @@ class Entering(nn.Sequential):
             return super().forward(value).float()
 
 
-def entering() -> nn.Module:
-    return nn.Sequential(*(Entering(*layer) for layer in chain().children()))
-
-
 class Shared(nn.Module):
-    """One weight used by every layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(32, 32)
@@ -65,7 +59,7 @@ def batch(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(256, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def trained(model: nn.Module, region: Region, dtype: torch.dtype, scaled: bool) -> dict[str, torch.Tensor]:
+def trained(model: nn.Module, region: Callable[[], Any], dtype: torch.dtype, scaled: bool) -> dict[str, torch.Tensor]:
     """All numbers of three steps; with a scaler, the second of them overflows and is left out."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -88,12 +82,10 @@ def trained(model: nn.Module, region: Region, dtype: torch.dtype, scaled: bool) 
 @pytest.mark.parametrize(
     ("make", "region", "dtype", "scaled"),
     [
-        (chain, bfloat16, torch.float32, False),
         (chain, float16, torch.float32, True),
         (chain, nullcontext, torch.bfloat16, False),
-        (entering, nullcontext, torch.float32, False),
+        (lambda: nn.Sequential(*(Entering(*each) for each in chain().children())), nullcontext, torch.float32, False),
         (tower, bfloat16, torch.float32, False),
-        pytest.param(tower, nullcontext, torch.bfloat16, False, marks=pytest.mark.slow),
         (partial(Inside, 32, 5, 0.1), nullcontext, torch.float32, False),
         (Shared, partial(bfloat16, cache_enabled=False), torch.float32, False),
     ],
@@ -132,3 +124,82 @@ def test_a_shared_weight_in_the_cache_of_autocast_gets_a_gradient_at_least_as_ex
     errors = [(each.linear.weight.grad.double() - truth).norm() for each in (network, model)]
     assert errors[0] <= 1.1 * errors[1]
     assert errors[0] < 0.02 * truth.norm()
+
+
+BATCH = batch(torch.float32)
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def whole(model: nn.Module, limit: int) -> nn.Module:
+    return Checkpointable(compiled(model), mem_limit=limit, loss=square)
+
+
+def around(model: nn.Module, limit: int) -> nn.Module:
+    return compiled(Checkpointable(model, mem_limit=limit, loss=square))
+
+
+def each_layer(model: nn.Module, limit: int) -> nn.Module:
+    for layer in model.children():
+        layer.compile(backend="aot_eager")
+    return Checkpointable(model, mem_limit=limit, loss=square)
+
+
+@cache
+def limit_of(make: Callable[[], nn.Module]) -> int:
+    return planned_at(0.5, make(), BATCH).mem_limit  # halfway to storing all
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (chain, whole),
+        (chain, around),
+        (tower, around),
+        pytest.param(chain, each_layer, marks=pytest.mark.slow),
+    ],
+)
+def test_the_plan_is_followed_with_the_numbers_of_plain_training(make, way) -> None:
+    model, limit = make(), limit_of(make)
+    planned = way(copy.deepcopy(model), limit)
+    found, expected = (trained(each, nullcontext, torch.float32, scaled=False) for each in (planned, model))
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found.values(), expected.values()))  # compiled, all have other names
+    inner: Any = getattr(planned, "_orig_mod", planned) if way is around else planned
+    assert inner.sequence != store_all(inner.budget.chain)
+    assert step_peak(planned, BATCH) <= limit
+
+
+def test_a_model_compiled_as_a_whole_is_mentioned_and_keeps_its_keys(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled(nn.Sequential(nn.Linear(2, 2)))
+    assert list(Checkpointable(model).state_dict()) == list(model.state_dict())
+    assert logged(caplog, "compile_ignored")
+
+
+def curve(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(6):
+        x = x.tanh().sin()
+    return x
+
+
+class Broken(nn.Module):
+    """Its graph breaks inside a loop, so that TorchDynamo compiles `curve` by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1):
+            torch._dynamo.graph_break()
+            x = curve(x)
+        return x
+
+
+def test_a_compiled_function_may_come_upon_code_that_was_captured() -> None:
+    """A function with as many versions as it may have runs what TorchDynamo cached for the functions it calls."""
+    batch = torch.randn(8, 16, requires_grad=True)
+    network = Checkpointable(Broken(), batch, mem_limit="1GB", loss=square)
+    square(network(batch)).backward()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = torch.compile(lambda x, factor: factor * curve(x), backend="eager", dynamic=False)
+        for factor in (2.0, 3.0):
+            assert torch.equal(compiled(batch, factor), factor * curve(batch))
