@@ -37,12 +37,12 @@ LONGEST = """
 distributed/test_fsdp.py docs/test_pages.py distributed/test_pipelining.py distributed/test_moved.py
 integrations/test_trainer.py compile/test_whole.py distributed/test_tensor_parallel.py capture/test_partial_saving.py
 integrations/test_adapters.py estimation/test_sharded.py capture/test_masks.py training/test_offload.py
-distributed/test_ddp.py cli/test_device.py capture/test_recurrent.py execute/test_guarded_tape.py
+distributed/test_ddp.py cli/test_device.py capture/test_odd_models.py execute/test_guarded_tape.py
 checkpointable/test_memory.py training/test_inside_regions.py execute/test_bit_for_bit.py
-solver/persistent/test_table.py plan/test_forwards.py models/test_training.py offload/test_odd_uses.py
+solver/persistent/test_table.py plan/test_forwards.py models/test_training.py
 plan/test_watched_steps.py batch_size/test_choose.py cli/test_script.py training/test_faults.py
 training/test_step_in_backward.py stage/test_kept_steps.py capture/test_session.py solver/test_classic.py
-estimation/test_chain.py capture/test_shapes.py estimation/test_reservation.py estimation/test_estimate.py
+estimation/test_chain.py capture/test_model_state.py estimation/test_reservation.py estimation/test_estimate.py
 plan/test_out_of_memory.py
 """
 """Files of ten seconds and more, the longest first."""
