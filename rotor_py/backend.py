@@ -54,7 +54,7 @@ def rotor(
     settings = Settings(**chosen)
     if settings.mem_limit is not None:
         # Refuse text that is no limit now. The first call parses the limit again, when the device is known.
-        parse_bytes(settings.mem_limit, device_bytes=1)
+        parse_bytes(settings.mem_limit, device_bytes=2**40)
     # Dynamo passes no model, so the ids of its buffers are unknown: the names of placeholders show which are buffers.
     return GraphPlanner(CapturedGraph(graph_module, frozenset(), settings.granularity), settings)
 

@@ -119,7 +119,10 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two tensors have equal values; if either is fake or meta, whether shape and dtype are equal."""
-    if has_values(found) and has_values(expected):
-        return torch.equal(found, expected)
-    return found.shape == expected.shape and found.dtype == expected.dtype
+    """Return whether two tensors have equal values, NaN included; of fake and meta ones, equal shapes and dtypes."""
+    if not (has_values(found) and has_values(expected)) or found.shape != expected.shape:
+        return found.shape == expected.shape and found.dtype == expected.dtype
+    if torch.equal(found, expected):
+        return True
+    nan = found.isnan()
+    return bool(nan.any()) and torch.equal(nan, expected.isnan()) and torch.equal(found[~nan], expected[~nan])

@@ -208,7 +208,4 @@ class CapturedLayer(StageOffers):
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Whether two tensors have equal values, or both are None. NaN equals 0, and infinity the largest finite value."""
-    if found is None or expected is None:
-        return found is expected
-    return equal(found.nan_to_num(), expected.nan_to_num())
+    return found is expected if found is None or expected is None else equal(found, expected)

@@ -443,10 +443,7 @@ def _detached(output: Any) -> list[torch.Tensor]:
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether tensors have equal values, NaN included."""
-    return len(found) == len(expected) and all(
-        equal(a, b) or equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
-    )
+    return len(found) == len(expected) and all(map(equal, found, expected))
 
 
 def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

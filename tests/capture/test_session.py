@@ -96,6 +96,8 @@ def test_the_backend_keeps_a_limit_of_its_own() -> None:
         torch._dynamo.reset()
         with raises(Exception, kind, **fields):
             train(torch.compile(small, backend="rotor", options=options), pairs)
+    torch._dynamo.reset()
+    train(torch.compile(small, backend="rotor", options={"mem_limit": "80%"}), pairs)
 
 
 def test_the_backend_leaves_room_for_several_forwards_in_flight(caplog: Any) -> None:

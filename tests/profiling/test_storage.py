@@ -33,6 +33,7 @@ from rotor_profiling.backends import stopwatch
 from rotor_profiling.optimizer import optimizer_cost, scratch_alone, step_bytes_without
 from rotor_profiling.stage.seconds import estimate, time_ways
 from rotor_profiling.stage.stage_signature import HasKind
+from rotor_profiling.storage import equal
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner
@@ -88,6 +89,13 @@ def test_bytes_of_tensors_are_those_of_their_storages(what: str) -> None:
     tensors, expected = COUNTED[what]
     assert storage_bytes(tensors) == sum(storages(tensors).values()) == expected
     assert storage_bytes([*tensors, torch.empty(10), BASE[5:]], owned_elsewhere=storages([*tensors, BASE])) == 40
+
+
+def test_tensors_are_equal_with_nan_at_the_same_positions_only() -> None:
+    nan, zero, infinite = (torch.tensor([1.0, value]) for value in (float("nan"), 0.0, float("inf")))
+    assert equal(nan, nan.clone())
+    others = ((nan, zero), (zero, nan), (nan, nan.flip(0)), (infinite, nan), (nan, nan[:1]))
+    assert not any(equal(*each) for each in others)
 
 
 def test_tensors_are_found_in_order_in_any_nesting() -> None:
