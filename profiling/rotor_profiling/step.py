@@ -195,7 +195,7 @@ def _when_pass_is_freed(do: Callable[[], object]) -> None:
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
     """Yield (name, 0) for every mark, and ("", bytes) for every allocation (+) and free (-)."""
-    # One list per thread. Threads share no clock, so events of autograd's threads come after those of the first.
+    # One list of events per thread. Their order in time is unknown across threads, so the lists follow one another.
     for event in chain.from_iterable(threads):
         if event.kind() == "memory_alloc":
             yield "", event.cpu_memory_usage()

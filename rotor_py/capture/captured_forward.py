@@ -92,7 +92,7 @@ class TracedGraph:
 def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> _Compiled:
     """Return the compiled forward shared by models structured like `model`. `marks`: the signature of its FSDPMarks."""
     key = _structure(model), marks, answers, open_sizes
-    # Replace a forward that has reached the recompile limit, or in which TorchDynamo gave up a function.
+    # Compile anew if the forward has reached the recompile limit, or if TorchDynamo gave up tracing a function of it.
     if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS or _compiled[key].given_up:
         # Do what `torch.compile` does, but with access to the context object, whose callback is wrapped below.
         backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)

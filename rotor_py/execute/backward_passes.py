@@ -189,7 +189,7 @@ class Passes:
 #
 # In a zero-bubble pipeline, a first pass computes the gradients of a stage's input, and retains the graph. A second
 # pass begins at each node with the same output gradients, to compute the parameter gradients. Only the first pass
-# recomputes the stage, and it computes both: to recompute twice would take time, to keep the graph would take memory.
+# recomputes the stage: it computes all gradients, and keeps those of parameters for the second (`Unclaimed`).
 
 
 Gradients = Sequence[torch.Tensor | None]

@@ -9,8 +9,8 @@
 #  3. A failed forward leaves one side effect: the stage in progress may have changed buffers and the random state. The
 #     tape restores these, and runs the whole forward again, in new nodes. Stages that had completed are recomputed in
 #     the state of their first run, and change nothing; the others run for the first time.
-#  4. A failed backward leaves no side effect. Later stages have passed their gradients to the engine. The stage in
-#     progress, i, has passed none: the engine gets all of them at once, when the stage is done. So stages 0 … i remain,
+#  4. A failed backward leaves no side effect. Let stage i be in progress. The stages after it in the chain have passed
+#     their gradients to the engine. Stage i passes all of its gradients at once, when it is done. So 0 … i remain,
 #     and the gradient of their output is in memory. The tape releases everything held for them and recomputes them
 #     from the chain's input.
 #  5. A recompute begins after the `except` block, when nothing refers to the error: its traceback would hold the

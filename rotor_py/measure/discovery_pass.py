@@ -149,7 +149,7 @@ class DiscoveryPass:
         if of_output is not None:
             self._arrived[-1] = of_output
         chain, before = self._chain, list(self.arriving)
-        # Each pass settles at least one more stage, since a stage's gradients depend only on later stages.
+        # Each pass finds the final layouts of at least one more stage, since they depend only on later stages.
         while anywhere((last := self._last_that_differs()) is not None, chain.group, chain.device):
             self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._arrived[1:], strict=True)]
             # Several processes must run equally many stages, but may have different `last`: let each run all.

@@ -255,7 +255,7 @@ class StepPlans:
         self.in_use = plan
         model, settings = self.model, self.model.settings
         device, stepped = model.device_of(plan.input_spec), model.stepped()
-        # Count gradients that steps of other kinds have left.
+        # Gradients that steps of other kinds have left in `.grad` count in this plan's budget, too.
         grown = plan.budget.with_gradients_of(model.core, device, fresh=settings.fresh_grads, stepped=stepped)
         if plan.solved_with != settings.solved_with or grown != plan.budget:
             plan.budget, plan.sequence = grown, None

@@ -234,6 +234,6 @@ class BatchChoice:
 
 
 def format_rate(per_second: float) -> str:
-    """Format samples per second with three digits, at most three decimals, and no exponent: 1,250, 83.2, 0.052."""
+    """Format samples per second with three significant digits, at most three decimals: 1254 as 1,250; 83.21 as 83.2."""
     digits = max(0, 2 - len(str(int(per_second))) + 1) if per_second >= 1 else 3
     return f"{float(f'{per_second:.3g}'):,.{digits}f}"

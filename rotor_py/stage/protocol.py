@@ -62,7 +62,7 @@ class StageOffers:
         """
         return None
 
-    # Whether its storage modes (`ways`) run different code, whose results may differ by rounding: so all runs use one.
+    # Whether its storage modes (`ways`) run different code, which may round differently. If so, a plan uses only one.
     ways_are_code = False
 
     def ways(self) -> tuple[str, ...]:

@@ -134,8 +134,9 @@ def _origin(tensor: torch.Tensor) -> Node | None:
     return None if tensor._is_view() and tensor._version else tensor.grad_fn
 
 
-# The graph of a recomputed region's first run has no saved tensors. A recomputation saves the same tensors in the same
-# order, and hands them to that graph. Autograd calls only the innermost hooks, so all hooks of this project do this.
+# In a recomputed region's first run, a hook gives autograd an empty handle for each tensor (`execute/regions.py`). A
+# recomputation saves the tensors in the same order, and fills the handles. Autograd calls only the innermost hooks, so
+# all hooks of this project do this.
 
 
 class Waiting(Protocol):

@@ -54,7 +54,7 @@ class Stage:
     the first option's forward. `gradient` is the bytes that the stage's backward adds until the end of the step: its
     parameters' gradients. It is negative if the backward frees memory that a later stage's backward added.
 
-    Of the stage's input, its backward does not read `input_released` bytes, and of its output, `output_released` bytes.
+    `input_released` and `output_released` are bytes of its input and of its output that its backward does not read.
     They are freed after a forward with a graph, unless another stage needs them.
 
     A forward computes no output if the stage's own backward follows at once, as nothing would read the output. That

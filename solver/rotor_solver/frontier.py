@@ -161,7 +161,7 @@ def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persi
         found.append((limit, best))
 
     def bound(limit: int) -> float:
-        # All plans need a multiple of `divisor` bytes, so the bound of the last multiple holds up to the next one.
+        # All plans need the chain's input and a multiple of `divisor` bytes, so rounding down to one excludes no plan.
         room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
         read = problem.stored + _table_for(tables, room).lower_bound(room)
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)

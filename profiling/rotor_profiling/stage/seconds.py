@@ -85,8 +85,8 @@ def time_ways(
     """Time a stage on `value` in all modes; return the seconds and, with `hand_on`, the output without a graph.
 
     Runs modes one directly after the other, since the speed of a busy machine varies by more than modes differ. With
-    `again`, also times an autograd node, made by `as_node`. If that is None, times a forward without a graph and a
-    recomputation, and takes the backward's seconds from the first mode.
+    `again`, also times an autograd node, made by `as_node`. If `as_node` is None, times the node's two runs, a forward
+    without a graph and a recomputation, and adds the first mode's backward seconds to those of the recomputation.
     """
     origin, output, laps = torch.empty(0, requires_grad=True), None, _Laps(watch)
 

@@ -101,7 +101,7 @@ def _plain(value: Any) -> Hashable:
 
 
 def _function(function: Any) -> Hashable:
-    """Return a key that is equal for functions that compute the same, as hooks of `parallelize_module` do."""
+    """Return a key that is equal for functions that compute the same: `parallelize_module` makes many equal hooks."""
     if isinstance(function, partial):
         return Unlike(id(function.func)), _bound(function.args), _bound(tuple(function.keywords.items()))
     try:

@@ -115,7 +115,7 @@ class WatchedStep:
             tensor.register_hook(partial(self._gradient_arrived, owned, held))
 
     def drop_retained(self) -> None:
-        """Release the token where retained graphs hold it, which ends the step unless other graphs hold it."""
+        """Make graphs that backwards have retained release the token (`_Alive`), whose end is the end of the step."""
         for each in self._retained:
             if (owned := each()) is not None:
                 owned.token = None

@@ -227,7 +227,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
 
 @compiled()
 def finish_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
-    """Complete a row: set its `final` time, and move `begin` past times above `limit`, to `width` if all are."""
+    """Set a row's `final` time; move `begin` past slots with times above `limit`, to `width` if nothing is possible."""
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
     stored = rows.final[row] == 0
     if begin < high and not stored:

@@ -130,7 +130,7 @@ class PartCosts:
         return math.inf if sequence is None else simulate(self._stored(number, begin, end).chain, sequence).makespan
 
     def lower_bound(self, number: int, begin: int, end: int) -> float:
-        """Return a proven lower bound, in seconds, of the part's memory-persistent sequences; infinite if none fits."""
+        """Return a proven lower bound of the part's seconds with any sequence of `Persistent`; infinite if none fits."""
         sequence = self._solve(self._key(number, begin, end))
         return math.inf if sequence is None else sequence.lower_bound or 0.0
 
@@ -252,7 +252,8 @@ def plan_pipeline(
     return min(plans, key=lambda plan: plan.timeline.makespan)
 
 
-# Shares of a limit to try for the running microbatch, if a rank has several parts. Not measured; each costs a search.
+# Shares of a rank's limit that several parts reserve for the microbatch that runs: all are tried, and the fastest plan
+# is kept. Not measured; each costs a search.
 _WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
 
 
