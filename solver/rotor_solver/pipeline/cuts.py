@@ -130,7 +130,7 @@ class PartCosts:
         return math.inf if sequence is None else simulate(self._stored(number, begin, end).chain, sequence).makespan
 
     def lower_bound(self, number: int, begin: int, end: int) -> float:
-        """Return a proven lower bound of the part's seconds with any sequence of `Persistent`; infinite if none fits."""
+        """Return a proven lower bound of a part's seconds with any `Persistent` sequence; infinite if none fits."""
         sequence = self._solve(self._key(number, begin, end))
         return math.inf if sequence is None else sequence.lower_bound or 0.0
 
