@@ -129,7 +129,6 @@ def in_training(module: Transparent) -> Iterator[None]:
     if module.training:
         yield
         return
-    # `train()` sets the mode of all submodules, so restore each one's mode separately.
     modes = [(each, each.training) for each in module.model.modules()]
     module.train()
     try:

@@ -193,7 +193,6 @@ def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tenso
     if name == "input_ids" and (vocabulary := getattr(model.config, "vocab_size", None)):
         sample[name] = torch.randint(int(vocabulary), tuple(given.shape))
     if "labels" in accepted:
-        # The labels of a language model are the text itself, those of a classifier one class per sample.
         words = name == "input_ids" and "Classification" not in type(model).__name__
         sample["labels"] = sample[name].clone() if words else torch.zeros(len(given), dtype=torch.int64)
     return sample

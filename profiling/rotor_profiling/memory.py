@@ -87,7 +87,6 @@ class CpuMeter:
         with _quiet():
             profile.__exit__(kind, error, trace)
         if error is None:
-            # Sort by time, since the tree of events has the order of calls.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             changes = _changes(events)
             self.phases, held = split(changes), accumulate(change for _, change in changes)

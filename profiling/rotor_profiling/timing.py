@@ -115,7 +115,6 @@ class _CpuStopwatch:
             waited = after
 
     def stop(self) -> list[float]:
-        # The resolutions of the two clocks differ, so a lap of no work may be negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
 
 

@@ -238,7 +238,6 @@ def compiled_whole(
     given = storage_bytes([*owned_tensors(whole), *tensors_in(plain.shared)])
 
     def compiled(partitioner: BudgetPartitioner) -> MeasuredGraph | None:
-        # Returns None if no partition fits, or if the graph cannot be compiled, or runs out of memory.
         if progress is not None:
             progress(0, 1, "the whole graph, compiled")
         stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner)
@@ -341,7 +340,6 @@ def _stage_by_stage(
         if progress is not None:
             progress(done, total, f"{name}, compiled")
 
-    # Measuring compiles the stages: each is compiled in its first run.
     plain.measured_as(_with(plain.cut, wrapped), compiling)
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):

@@ -27,7 +27,6 @@ from rotor_py.errors import record_fields
 # and operators that read a buffer which the forward overwrites would read its new values.
 
 
-# torch 2.13 has `optimization_hint`, and torch 2.11 has `size_hint`.
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
 # Namespaces of operators whose results depend only on their arguments. Custom operators may read other state.
 _REPLAYED = ("aten", "prims", "_quantized", "quantized", "quantized_decomposed")

@@ -248,7 +248,6 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         if mode is not None and options is not None:
             return {**settings, "backend": backend}  # torch.compile raises an error for a mode together with options
         if mode is not None:
-            # torch.compile takes either a mode or options, so replace the mode by the options that it stands for.
             options = torch_compat.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
         partitioner = BudgetPartitioner(self.limit, fused=True)

@@ -238,7 +238,6 @@ def config_of(given: Compile) -> Config | None:
     options = dict(given) if isinstance(given, Mapping) else None
     what = f"compile={given!r}"
     try:
-        # Let the backend class of torch.compile itself read and check the mode and the options.
         found: dict[str, Any] = torch_compat.TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
         raise InvalidValueError(f"{what}: {error}", kind="unknown_value", name="compile") from error

@@ -53,7 +53,6 @@ _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_b
 # Operators, besides views, that read and write no elements.
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
-# In-place operators that do not read the tensor that they overwrite.
 _WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.bernoulli_, aten.random_,
                aten._foreach_copy_, aten._foreach_zero_}  # fmt: skip
 # Operators that read as many elements of their first tensor as they return.

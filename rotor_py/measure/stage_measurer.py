@@ -200,7 +200,6 @@ class StageMeasurer:
                 progress(number, len(stages), name)
             value = self._measure_stage(number, value)
         remember_moved_elsewhere(function for _, function in stages)
-        # Bytes of the chain's outputs that get no gradient, except carried tensors.
         outputs = tensors_in(value)
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)

@@ -111,7 +111,6 @@ class StepPlans:
             if not in_flight:
                 make_room_for_forwards(plan, self.model)
         except InfeasibleError as error:
-            # If the plan was measured on a larger input, as with `measure()`, a plan for this input may fit.
             assert plan.spec is not None
             self._remember_refused(plan.spec, error)
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):

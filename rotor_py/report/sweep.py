@@ -104,9 +104,6 @@ def format_share(share: float) -> str:
     return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"
 
 
-# The chosen batch, and throughput (samples a second) over all batches.
-
-
 _CLOSE = 0.01  # Least possible gain by another batch, as a share, that is mentioned. A guess; more hides small gains.
 Aim = Literal["max", "best"]  # "max": the largest batch that fits. "best": the batch with the highest throughput.
 

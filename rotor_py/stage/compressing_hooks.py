@@ -302,7 +302,6 @@ class Keeping:
         return around.form.keep(memory) or around._kept_around(memory)
 
 
-# The innermost `Keeping` whose context is entered, or None.
 innermost_keeping: ContextVar[Keeping | None] = ContextVar("rotor_py.innermost_keeping", default=None)
 
 

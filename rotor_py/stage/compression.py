@@ -163,9 +163,7 @@ class _Tried:
 # Lossless packing. Some tensors can be packed in every step, so that their bytes, measured once, hold for all steps:
 # booleans, as bits; int64 indices, such as those of max pooling, in 8 to 32 bits; and dropout masks, which on a CPU are
 # floating-point tensors of 0 and 1/(1 - p). Tensors that can be packed only in some steps are saved unchanged.
-#
-# Of the result of ReLU and the input of leaky ReLU, only sign bits are kept if no other backward reads the values, as
-# between ReLU and dropout or pooling, or between a norm and leaky ReLU. A convolution or matrix product reads them.
+# Of the result of ReLU and the input of leaky ReLU, only sign bits may be kept (Rule 11 in `compressing_hooks`).
 
 # The narrowest type first; of two equally wide types, the one with the faster conversion first.
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)

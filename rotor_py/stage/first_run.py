@@ -187,7 +187,6 @@ class Seen:
         ]
         # whether any module has a hook
         self.hooked = any("hooks" in key for _, before in self._tables for key in before)
-        # `id` of each parameter that required a gradient
         self.trained = frozenset(id(each) for each in self._tensors(_PARAMETERS) if each.requires_grad)
         self._code: list[tuple[type, object]] = []
         self._marks: list[tuple[torch.Tensor, Any]] = []

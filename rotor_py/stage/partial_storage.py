@@ -195,7 +195,6 @@ class _Dropped:
             shared = self.run.dropped.get(number)
             if shared is not None:
                 shared.made = values[number]
-            # Release each value after the last call that reads it.
             for read in {*calls[number].reads, number}:
                 if last.get(read, number) == number:
                     del values[read]

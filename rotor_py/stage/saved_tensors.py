@@ -199,7 +199,6 @@ class HandingOver:
         return saved
 
 
-# The innermost `HandingOver` whose context is entered, or None.
 innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
 
 

@@ -102,7 +102,6 @@ def _product(_: Any, *args: torch.Tensor, **__: Any) -> torch.Tensor:
 
 
 def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
-    # If `b` has another shape, dtype or device, so may the sum: call the operator.
     alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     return torch.empty_like(a) if alike else func(a, b, **kwargs)
 

@@ -153,7 +153,6 @@ def compare_at_limit(
         _compared(facts, limit, name, at_limit(facts.budget, algorithm, limit))
         for name, algorithm in _told(known, progress)
     ]
-    # First strategies that fit, by time, then the others, by peak.
     others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
     return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
 

@@ -274,7 +274,6 @@ class TrainingStep:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """After the context, restore the random state, and parameters, buffers and attributes of the model."""
-        # Without an optimizer step, parameters do not change, so they are not copied.
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
         state = RandomState.now((self.device,))
         try:

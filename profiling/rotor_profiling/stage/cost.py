@@ -271,7 +271,6 @@ def _run_in_graph(
         del one
     meter.mark("between")
     _forget(parameters)
-    # The laps are: forward, allocation of the output's gradients, backward.
     seconds = [0.0] if watch is None else watch.stop()
     return seconds[0], seconds[2] if len(seconds) > 1 else 0.0
 

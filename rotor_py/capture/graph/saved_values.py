@@ -203,7 +203,6 @@ class _Memories:
     known: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Record the storage, not the tensor, since a saved tensor is often a view of a node's result.
         self.saved.add(self._number(tensor))
         return tensor.detach()  # else, an autograd node that saves its own result would be in a cycle, never freed
 
@@ -344,7 +343,6 @@ class SavedPart:
 def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:
     values_in: Any = {each: Value(number) for each, number in numbers.items()}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values_in.__getitem__)
-    # Call methods by name: a DTensor has other methods than a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
     if is_mark(node):  # do not call FSDP's hooks when values are recomputed: they would count another forward
         function = passed_through

@@ -96,7 +96,6 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
     flow = Network("source", "saved")
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
-        # A value that the graph overwrites in place cannot be kept.
         flow.add_edge((node, "made"), (node, "kept"), None if node in values.overwritten else keeping[node])
         if node in values.saved:
             flow.add_edge((node, "kept"), "saved")
