@@ -2,8 +2,8 @@
 
 Where several processes share the tests (`-n 2`), each has one thread: threads that outnumber cores wait for each other.
 Tests that are not marked `gpu` are about the CPU, on machines with CUDA devices as well.
-They take a file at a time (`--dist loadfile`), in the order of collection: what takes longest begins first, so that no
-process is left with it when the others are done.
+They take a file at a time (`--dist loadfile`), or one of `FOLDERS`, in the order of collection: what takes longest
+begins first, so that no process is left with it when the others are done.
 """
 
 import gc
@@ -12,7 +12,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there, and for what tests start
@@ -33,13 +35,14 @@ settings.register_profile(
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
 
+FOLDERS = ("tests/distributed/", "tests/compile/")
+"""What several processes that train together import, and Inductor's stages, take seconds: one process has them all."""
 LONGEST = """
-distributed/test_fsdp.py docs/test_pages.py distributed/test_pipelining.py distributed/test_moved.py
-integrations/test_trainer.py compile/test_whole.py distributed/test_tensor_parallel.py capture/test_partial_saving.py
-integrations/test_adapters.py estimation/test_sharded.py capture/test_masks.py training/test_offload.py
-distributed/test_ddp.py cli/test_device.py capture/test_odd_models.py execute/test_guarded_tape.py
+distributed/test_fsdp.py compile/test_whole.py docs/test_pages.py integrations/test_trainer.py
+capture/test_partial_saving.py integrations/test_adapters.py estimation/test_sharded.py capture/test_masks.py
+training/test_offload.py cli/test_device.py capture/test_odd_models.py execute/test_guarded_tape.py
 checkpointable/test_memory.py training/test_inside_regions.py execute/test_bit_for_bit.py
-solver/persistent/test_table.py plan/test_forwards.py models/test_training.py
+solver/persistent/test_table.py plan/test_forwards.py
 plan/test_watched_steps.py batch_size/test_choose.py cli/test_script.py training/test_faults.py
 training/test_step_in_backward.py stage/test_kept_steps.py capture/test_session.py solver/test_classic.py
 estimation/test_chain.py capture/test_model_state.py estimation/test_reservation.py estimation/test_estimate.py
@@ -61,6 +64,17 @@ def pytest_configure(config: pytest.Config) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.solver.compiling"]
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((each for each in FOLDERS if nodeid.startswith(each)), super()._split_scope(nodeid))
+
+    return ByFileOrFolder(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +118,14 @@ def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from tests.distributed.processes import Processes
+
+    with Processes(2, tmp_path_factory.mktemp("two") / "meeting") as found:
+        yield found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

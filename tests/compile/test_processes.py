@@ -1,7 +1,6 @@
 """Compiled stages in processes that train together: what stands between two hooks of FSDP, and inside of DDP."""
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -67,19 +66,13 @@ def failing_in_one(rank: int) -> tuple[list[str], list[str]]:
     return found.compiled, found.names
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with Processes(2, tmp_path_factory.mktemp("compiled") / "meeting") as found:
-        yield found
-
-
-def test_numbers_of_fully_shard_are_those_of_the_compiled_step_that_stores_everything(processes: Processes) -> None:
-    (sequence,) = set(processes.run(same_as_stored))
+def test_numbers_of_fully_shard_are_those_of_the_compiled_step_that_stores_everything(two_processes: Processes) -> None:
+    (sequence,) = set(two_processes.run(same_as_stored))
     assert "CF_" in sequence
 
 
-def test_stages_that_one_process_cannot_compile_run_plain_in_all(processes: Processes) -> None:
-    found, other = processes.run(failing_in_one)
+def test_stages_that_one_process_cannot_compile_run_plain_in_all(two_processes: Processes) -> None:
+    found, other = two_processes.run(failing_in_one)
     assert found == other
     assert 0 < len(found[0]) < len(found[1])
 
@@ -117,7 +110,7 @@ def train(rank: int) -> tuple[list[str], str, list[torch.Tensor]]:
     return chosen, sequence, steps[-1]
 
 
-def test_processes_of_distributed_data_parallel_run_the_same_stages_compiled_by_one_sequence(processes) -> None:
-    (chosen, sequence, made), other = processes.run(train)
+def test_processes_of_distributed_data_parallel_run_the_same_stages_compiled_by_one_sequence(two_processes) -> None:
+    (chosen, sequence, made), other = two_processes.run(train)
     assert other[:2] == (chosen, sequence)
     assert same(made, other[2])  # averaged

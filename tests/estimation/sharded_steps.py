@@ -23,19 +23,11 @@ from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
 from tests.distributed import fsdp_models
 from tests.distributed.processes import mesh, on_all_ranks
+from tests.estimation.conftest import Block
 
 WIDTH, ROWS = 64, 256
 CPU = torch.device("cpu")
 ON_THE_CPU = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.back(nn.functional.gelu(self.into(value)))
 
 
 class Blocks(nn.Module):
@@ -44,7 +36,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH, 0.0) for _ in range(2))
         self.last = nn.Linear(WIDTH, 512)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:

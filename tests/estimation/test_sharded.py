@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from rotor_py.estimation.simulated_target import blocks_of, world_of
 from rotor_py.report import Report
 from tests.distributed.processes import NOT_WHOLE, Processes
 from tests.estimation import sharded_steps
-from tests.estimation.sharded_steps import ROWS, WIDTH, Block
+from tests.estimation.conftest import Block
+from tests.estimation.sharded_steps import ROWS, WIDTH
 from tests.fields import logged, raises
 
 BLOCK = 512
@@ -28,7 +28,7 @@ BATCH = torch.empty(ROWS, WIDTH)
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 512))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(WIDTH, 0.0), Block(WIDTH, 0.0), nn.Linear(WIDTH, 512))
 
 
 @cache
@@ -37,31 +37,24 @@ def report(shard: Any = None, **options: Any) -> Report:
     return estimate(blocks, BATCH, "h100:2", **told, **options)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with Processes(2, tmp_path_factory.mktemp("sharded") / "meeting") as found:
-        yield found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "precision", "share"), [("blocks", torch.bfloat16, 0.5), ("llama", None, 0.0)])
 def test_peaks_of_planned_steps_are_those_of_real_processes_which_measure_if_a_first_step_takes_more(
-    kind: str, precision: torch.dtype | None, share: float, processes: Processes, tmp_path: Path
+    two_processes: Processes, tmp_path: Path
 ) -> None:
-    path, follow = tmp_path / "plan.json", processes.run
-    plan = sharded_steps.planned_step(kind, 2, precision, share, path)
-    real = follow(sharded_steps.real_peaks, kind, precision, path, plan.peaks)
+    path, follow = tmp_path / "plan.json", two_processes.run
+    plan = sharded_steps.planned_step("blocks", 2, torch.bfloat16, 0.5, path)
+    real = follow(sharded_steps.real_peaks, "blocks", torch.bfloat16, path, plan.peaks)
     assert re.search(NOT_WHOLE, plan.sequence)
     for phase in ("forward", "backward"):
         measured = max(each[phase] for each in real)
         assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), phase
         assert plan.present + measured <= plan.promised
-    if kind == "blocks":  # measured once any process has seen it, and all have a batch as large as the plan's
-        whole = [ROWS, ROWS]
-        promised = sharded_steps.planned_step(kind, 2, None, share, path).promised
-        assert follow(sharded_steps.first_measured, kind, path, [whole] * 3, [promised] * 2) == [None] * 2
-        rows = [whole, [ROWS, ROWS // 2], whole]
-        assert follow(sharded_steps.first_measured, kind, path, rows, [promised, 2 * promised]) == [2, 2]
+    # Measured once any process has seen it, and all have a batch as large as the plan's.
+    whole, measured_first = [ROWS, ROWS], sharded_steps.first_measured
+    promised = sharded_steps.planned_step("blocks", 2, None, 0.5, path).promised
+    assert follow(measured_first, "blocks", path, [whole] * 3, [promised] * 2) == [None] * 2
+    rows = [whole, [ROWS, ROWS // 2], whole]
+    assert follow(measured_first, "blocks", path, rows, [promised, 2 * promised]) == [2, 2]
 
 
 def test_a_step_by_the_plan_takes_no_more_than_is_predicted(tmp_path: Path) -> None:
@@ -72,7 +65,9 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(tmp_path: Path) -> N
     assert plan.communication < plan.bound / 2, "the bound is loose, and a step shows more"
 
 
-def test_each_device_has_its_part_and_a_batch_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_device_has_its_part_and_a_batch_of_its_own_and_the_users_function_may_shard_parameters(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     found = report()
     assert not logged(caplog, "plan_not_followed")  # by the simulated optimizer
     fixed = found.budget.fixed
@@ -85,6 +80,14 @@ def test_each_device_has_its_part_and_a_batch_of_its_own(caplog: pytest.LogCaptu
     assert "gathered parameters" in text
     assert "send to each other while they compute" in text
     assert not dist.is_initialized()
+    calls = []
+
+    def whole(model: nn.Module, mesh: Any) -> None:
+        calls.append(mesh)
+        fully_shard(model, mesh=mesh)
+
+    assert report(whole).peak_bytes == report("whole").peak_bytes > report().peak_bytes
+    assert len(calls) == 1
 
 
 def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +102,6 @@ def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatc
     found = report(mem_limit=limit)
     assert found.budget.fixed.communication > 0
     assert found.peak_bytes == found.mem_limit > limit
-
-
-def test_parameters_may_be_sharded_by_the_users_function() -> None:
-    calls = []
-
-    def whole(model: nn.Module, mesh: Any) -> None:
-        calls.append(mesh)
-        fully_shard(model, mesh=mesh)
-
-    assert report(whole).peak_bytes == report("whole").peak_bytes > report().peak_bytes
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
