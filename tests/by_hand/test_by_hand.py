@@ -1,7 +1,6 @@
 """`Checkpointable(model, level=…)` and `(model, every_n_layers=…)`: what is recomputed, its peak, its numbers."""
 
 import pickle
-import random
 from collections import Counter
 from typing import Any
 
@@ -9,17 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import ByLevel, Chain, Checkpointable, InfeasibleError, Periodic, Sequence, simulate, store_all
+from rotor_py import ByLevel, Checkpointable, InfeasibleError, Periodic, Sequence, simulate, store_all
 from rotor_py.models.resnet import BasicBlock, ResNet
 from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Loss
-from rotor_solver.memory_timeline import plan_memory
 from tests.by_hand.networks import assert_peak_as_predicted, assert_plain_training, checkpointed, rows, staged
-from tests.execute.sequences import any_sequence
 from tests.fields import raises
 
 
 def forwards(sequence: Sequence) -> list[int]:
-    """The number of forwards of every stage."""
     counts = Counter(each.stage for each in sequence if isinstance(each, ForwardEnable | ForwardCheck | ForwardNograd))
     return [counts[stage] for stage in sorted(counts)]
 
@@ -107,7 +103,7 @@ def test_memory_says_by_stage_what_is_kept_at_the_loss_and_a_limit_below_what_is
         checkpointed(staged(), rows(), mem_limit=needed - 1, level=2)
 
 
-def test_the_first_step_plans_by_hand_and_a_changed_model_again() -> None:
+def test_the_first_step_plans_by_hand_a_changed_model_again_and_plans_are_saved_like_others(tmp_path: Any) -> None:
     network = staged()
     planned = Checkpointable(network, level=2)
     planned(rows()).sum().backward()
@@ -118,9 +114,6 @@ def test_the_first_step_plans_by_hand_and_a_changed_model_again() -> None:
     assert forwards(planned.sequence) == [1, 1, 1, 1, 2, 2, 1]
     assert "no limit" in planned.summary()
     assert forwards(pickle.loads(pickle.dumps(planned)).sequence) == forwards(planned.sequence)
-
-
-def test_plans_by_hand_are_saved_like_others(tmp_path: Any) -> None:
     planned = checkpointed(network := staged(), rows(), level=4)
     planned.save_plan(tmp_path / "plan.json")
     again = Checkpointable(network, plan=tmp_path / "plan.json")
@@ -145,19 +138,3 @@ def test_plans_by_hand_are_saved_like_others(tmp_path: Any) -> None:
 def test_bad_strategies_are_refused_in_a_sentence(options: dict[str, Any], kind: str, name: str | None) -> None:
     with raises(ValueError, kind, name=name):
         Checkpointable(staged(), **options)
-
-
-def test_memory_agrees_with_the_simulator_for_any_sequence() -> None:
-    rng = random.Random(3)
-    for _ in range(40):
-        length = rng.randint(1, 7)
-        sizes = [rng.randint(4, 20) for _ in range(length + 1)]
-        saved, zeros = [size + rng.randint(0, 40) for size in sizes[1:]], [0] * length
-        less = [[rng.randint(0, size) for size in each] for each in (sizes[:-1], sizes[1:])]
-        options = dict(zip(("input_released", "output_released"), less, strict=True))
-        chain = Chain.from_arrays([1] * length, [1] * (length + 1), sizes, saved, zeros, [*zeros, 0], **options)
-        sequence = any_sequence(length, rng)
-        memory = plan_memory(chain, sequence)
-        before = simulate(chain, sequence).after[list(sequence).index(Loss()) - 1]
-        assert memory.kept_bytes + memory.input_bytes == before
-        assert 0 <= memory.share_saved <= 1

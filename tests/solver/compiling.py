@@ -16,7 +16,6 @@ from rotor_solver import Chain, Option, Stage, jit_policy, min_bytes, plan_pipel
 
 
 def kernel_modules() -> list[ModuleType]:
-    """The modules of the solver that have kernels of their own."""
     names = [each.name for each in pkgutil.walk_packages(rotor_solver.__path__, "rotor_solver.")]
     modules = map(importlib.import_module, names)
     return [module for module in modules if kernels_of(module)]
@@ -27,7 +26,6 @@ def kernels_of(module: ModuleType) -> list[Dispatcher]:
 
 
 def chain_of(kinds: int, length: int = 90) -> Chain:
-    """So many kinds of stages in turn."""
     drawn = random.Random(1)
     made = [Stage(drawn.randint(50, 90), (Option(1.0, drawn.random(), drawn.randint(90, 200)),)) for _ in range(kinds)]
     return Chain(tuple(made * (length // kinds)), 50)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import Algorithm, Chain, simulate, store_all
+from rotor_solver import Algorithm, Chain, simulate
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
 from rotor_solver.floating import Floating
 from tests.fields import raises
@@ -55,9 +55,13 @@ def test_memory_is_the_snapshots_and_what_one_backward_needs(snapshots: int) -> 
 
 
 @settings(max_examples=24, deadline=None)
-@given(limited(rich_chains()), COUNTS)
-def test_without_a_number_it_is_the_fastest_of_all_numbers_that_fit(case: tuple[Chain, int], most: int | None) -> None:
+@given(limited(rich_chains(max_stages=6)), COUNTS, ALGORITHMS)
+def test_without_a_number_it_is_the_fastest_of_all_that_fit_the_least_is_exact_and_the_optimum_not_beaten(
+    case: tuple[Chain, int], most: int | None, algorithm: Algorithm
+) -> None:
     (chain, limit), counts = case, range(1, len(case[0]) + 2)
+    least_limit(algorithm, chain)
+    assert makespan(algorithm, chain, limit) >= naive_optimum(chain, limit)
     assert makespan(Revolve(), chain, limit) == min(makespan(Revolve(count), chain, limit) for count in counts)
     best = min(makespan(Periodic(count, most), chain, limit) for count in counts)
     assert makespan(Periodic(max_checkpoints=most), chain, limit) == best
@@ -101,13 +105,6 @@ def test_sqrt_runs_all_but_the_last_of_about_sqrt_segments_twice(length: int) ->
     assert simulate(chain, sequence).peak <= segments + last + 3
 
 
-@settings(max_examples=24, deadline=None)
-@given(limited(rich_chains(max_stages=6)), ALGORITHMS)
-def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(case, algorithm: Algorithm) -> None:
-    least_limit(algorithm, case[0])
-    assert makespan(algorithm, *case) >= naive_optimum(*case)
-
-
 @BOTH
 @settings(max_examples=24, deadline=None)
 @given(case=limited(rich_chains() | plain_chains()), slots=st.integers(1, 12))
@@ -148,10 +145,3 @@ def test_sizes_in_real_bytes(attached: bool) -> None:
     for limit in range(least, 2 * least, least // 4):
         best = naive_optimum(chain, limit, attached)
         assert best <= makespan(GriewankHeterogeneous(attached=attached), chain, limit) <= 1.05 * best
-
-
-def test_where_stages_are_alike_it_is_revolve_and_attached_it_stores_everything_that_fits() -> None:
-    for snapshots, steps in product((1, 2, 5), (1, 2, 10, 29)):
-        sequence = GriewankHeterogeneous().solve(unit_chain(steps), snapshots + 4)
-        assert forwards(sequence) == forward_steps(steps, snapshots)
-    assert HETEROGENEOUS[1].solve(unit_chain(4), 7) == store_all(unit_chain(4))

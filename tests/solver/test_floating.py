@@ -24,7 +24,6 @@ from tests.solver.strategies import limited, plain_chains, rich_chains, unit_cha
 
 
 def naive_floating(chain: Chain, limit: int) -> float:
-    """The recurrence of `floating` as a memoised recursion in bytes."""
     length, columns, sizes = len(chain), columns_of(chain), chain.activation
 
     @cache
@@ -168,7 +167,7 @@ def test_all_tables_of_a_frontier_fit_into_memory_at_once(monkeypatch) -> None:
     assert sum(8 * table.size for table in tables) < 1.2 * 2**30
 
 
-def test_only_the_limits_that_were_asked_for() -> None:
+def test_a_frontier_has_only_the_limits_that_were_asked_for_and_bad_questions_are_refused_in_words() -> None:
     chain = unit_chain(12)
     least, whole = min_bytes(chain), simulate(chain, store_all(chain)).peak
     found = frontier(chain, [whole + 100, least - 1, least + 3, 7.9])
@@ -177,9 +176,6 @@ def test_only_the_limits_that_were_asked_for() -> None:
     assert [found.makespan(limit) for limit in found.limits] == singles
     assert len(frontier(chain, [0])) == 0
     assert limit_for(chain, 0.1) == frontier(chain).limit_for(0.1)
-
-
-def test_bad_questions_about_the_frontier_are_refused_in_words() -> None:
     chain = unit_chain(4)
     found = frontier(chain)
     for overhead in (-0.1, math.nan):
@@ -193,13 +189,6 @@ def test_bad_questions_about_the_frontier_are_refused_in_words() -> None:
         found.sequence(4)
     with raises(ValueError, "overhead_too_low", got=0):
         frontier(chain, [5]).limit_for(0)
-
-
-def test_a_chain_of_no_stages_and_one_without_times() -> None:
-    none = Chain.from_arrays([], [3], [10], [], [], [4])
-    assert list(frontier(none)) == [(24, 3.0)]
-    still = Chain.from_arrays([0] * 5, [0] * 6, [1] * 6, [2] * 5, [0] * 5, [0] * 6)
-    assert list(frontier(still)) == [(min_bytes(still), 0.0)]
 
 
 def test_overheads_are_drawn_as_the_ending_says_or_the_error_says_what_to_install(tmp_path: Path, monkeypatch) -> None:

@@ -29,7 +29,10 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_chain_is_planned_without_numba_or_torch_and_the_first_long_one_compiles_nothing(monkeypatch) -> None:
-    script = "solve(unit_chain(20), 12), limit_for(unit_chain(9), slots=40); print({'numba', 'torch'} & {*sys.modules})"
+    chain = "Chain.from_arrays([1] * 9, [1] * 10, [1] * 10, [1] * 9, [0] * 9, [0] * 10)"
+    script = (
+        f"chain = {chain}; solve(chain, 9), limit_for(chain, slots=40); print({{'numba', 'torch'}} & {{*sys.modules}})"
+    )
     assert run(script) == "set()"
     monkeypatch.setattr(jit_policy, "on_disk", lambda module: False)
     chain = random_chain(130)
@@ -90,7 +93,7 @@ def both(find: Callable[[], Any]) -> list[Any]:
     return found
 
 
-CHAINS = [rich_chain(14, 0, whole=True), rich_chain(15, 1, whole=False), chain_of(3, 33)]
+CHAINS = [rich_chain(14, 0, whole=True), rich_chain(15, 1, whole=False), chain_of(3, 24)]
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -126,5 +129,5 @@ def test_plans_bounds_and_least_limits_are_the_same(chain: Chain) -> None:
         assert plain_plan == plan
         assert plain_plan.lower_bound == plan.lower_bound
         assert simulate(chain, plan).peak <= limit
-    plain_curve, curve = both(lambda: frontier(chain, slots=40))
+    plain_curve, curve = both(lambda: frontier(chain, slots=20))
     assert plain_curve == curve

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rotor_solver import (
     Backward,
@@ -24,6 +25,7 @@ from rotor_solver import (
     store_all,
 )
 from rotor_solver.memory_timeline import plan_memory
+from tests.execute.sequences import any_sequence
 from tests.fields import raises
 from tests.solver.strategies import rich_chains
 
@@ -125,10 +127,13 @@ def test_what_is_not_in_memory_cannot_be_used(text: str, kind: str, fields: dict
 
 
 @settings(deadline=None, max_examples=24)
-@given(rich_chains())
-def test_the_parts_add_up_to_the_simulated_memory(chain: Chain) -> None:
-    for sequence in (store_all(chain), recompute_all(chain), solve(chain, max(1, min_bytes(chain)))):
+@given(rich_chains(), st.randoms(use_true_random=False))
+def test_the_parts_add_up_to_the_simulated_memory_and_what_is_kept_is_there_before_the_loss(chain, rng) -> None:
+    planned = store_all(chain), recompute_all(chain), solve(chain, max(1, min_bytes(chain)))
+    for sequence in (*planned, any_sequence(len(chain), rng)):
         simulated, found = simulate(chain, sequence), moments(chain, sequence)
+        memory, before = plan_memory(chain, sequence), (chain.input_bytes, *simulated.after)[sequence.index(Loss())]
+        assert memory.kept_bytes + memory.input_bytes == before
         assert tuple(moment.during for moment in found) == simulated.during
         assert tuple(moment.after for moment in found) == simulated.after
         parts = [sum(m.inputs.values()) + sum(m.attached.values()) + m.output + m.gradients for m in found]
@@ -137,7 +142,7 @@ def test_the_parts_add_up_to_the_simulated_memory(chain: Chain) -> None:
         assert all(a.begin + a.seconds == b.begin for a, b in pairwise(found))
 
 
-def test_a_recomputed_step_by_hand() -> None:
+def test_a_recomputed_step_and_what_a_plan_keeps_for_the_backward_by_hand() -> None:
     sizes = [100, 10, 20], [11, 22], [0] * 2, [0] * 3
     chain = Chain.from_arrays([1, 2], [10, 20, 5], *sizes, gradient=[1000, 2000])
     found = moments(chain, Sequence.parse("CF_0, Fe_1, L, B_1, Fe_0, B_0"))
@@ -145,9 +150,6 @@ def test_a_recomputed_step_by_hand() -> None:
     assert [dict(moment.inputs) for moment in found] == [{0: 100, 1: 10}] * 3 + [{0: 100}] * 2 + [{}]
     assert [dict(moment.attached) for moment in found] == [{}, {2: 22}, {2: 22}, {}, {1: 11}, {}]
     assert [moment.gradients for moment in found] == [0, 0, 20, 2010, 2010, 3100]
-
-
-def test_what_a_plan_keeps_for_the_backward_is_in_memory_when_the_loss_runs() -> None:
     memory = plan_memory(CHAIN, Sequence.parse("CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"), beside_bytes=3)
     assert [stage.kept_bytes for stage in memory.stages] == [0, 20, 33]
     assert [stage.not_kept_bytes for stage in memory.stages] == [11, 22 - 20, 0]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Stage, min_bytes, simulate, solve, store_all
-from rotor_solver.offload import Link, lower_bound, moving_only, priced, simulate_moves, solve_moving
+from rotor_solver.offload import Link, lower_bound, priced, simulate_moves, solve_moving
 from tests.fields import raises
 from tests.solver.moving.twins import LINKS, exhaustive_moving_optimum, moving_chains, tiny_chains
 from tests.solver.naive import naive_optimum
@@ -90,30 +90,3 @@ def test_a_chain_without_stages_and_limits_that_are_none() -> None:
     for limit, kind in ((-1, "negative"), (math.nan, "not_bytes"), ("4GB", "not_bytes")):
         with raises(ValueError, kind, name="mem_limit"):
             solve_moving(chain, limit, link)
-
-
-def transformer(blocks: int) -> Chain:
-    """Blocks that may also move what is left where they are stored in part; in ms and MB, as on an H100."""
-
-    def stage(forward: float, again: int, ways: list[tuple[float, int, int, int, int]]) -> Stage:
-        kept = [Option(forward, backward, saved, *scratch) for backward, saved, *scratch, _ in ways]
-        moving = [Option(forward, back, saved - out, *more, moved=out) for back, saved, *more, out in ways if out]
-        return Stage(34, (*kept, *moving), nograd_time=forward, nograd_temp=again, output_released=34)
-
-    # backward, saved, scratch of both runs, and what can leave
-    attention = [(4.45, 253, 34, 152, 219), (4.69, 152, 0, 251, 85), (5.12, 102, 33, 337, 35), (5.81, 68, 66, 370, 0)]
-    mlp = [(4.74, 705, 34, 201, 671), (5.38, 336, 201, 470, 268), (6.3, 67, 336, 872, 0)]
-    return Chain((stage(1.66, 100, attention), stage(2.22, 369, mlp)) * blocks, 34, 0.1, 100)
-
-
-@pytest.mark.slow
-def test_more_ways_to_move_make_no_plan_slower_and_some_faster() -> None:
-    chain, link = transformer(12), Link(41.0, 41.0)
-    limit = simulate(chain, store_all(chain)).peak // 3
-    most, least = moving_only(chain, max), moving_only(chain, min)
-    assert {len({o.moved for o in s.options if o.moved and o.forward_temp <= limit}) for s in (*most, *least)} == {1}
-    found = solve_moving(chain, limit, link)
-    narrower = [solve_moving(each, limit, link) for each in (most, least)]
-    assert found.seconds < min(each.seconds for each in narrower) * 0.995
-    assert found.lower_bound <= min(each.lower_bound for each in narrower) * 1.005
-    assert simulate_moves(chain, found.sequence, found.moves, link).peak <= limit

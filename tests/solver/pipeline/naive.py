@@ -37,7 +37,6 @@ def least_bytes(chain: Chain, count: int) -> int:
 
 
 def all_cuts(length: int, parts: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Every way to cut so many stages into parts: first stages and ends."""
     for inner in combinations(range(1, length), parts - 1):
         yield tuple(pairwise((0, *inner, length)))
 

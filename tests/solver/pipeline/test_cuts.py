@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import Chain, InfeasibleError, Option, Stage, plan_pipeline, simulate, solve, store_all
+from rotor_solver import Chain, InfeasibleError, Option, Stage, plan_pipeline, simulate, store_all
 from rotor_solver.pipeline import equal_cuts
 from rotor_solver.pipeline.cuts import best_cuts
 from rotor_solver.pipeline.sequences import Microbatch, bound_in_flight, fastest_in_flight, least_in_flight
@@ -101,17 +101,6 @@ def test_no_sequence_is_faster_none_fits_into_less_and_with_few_slots_bounds_hol
         assert bound_in_flight(chain, least - 1, count, slots) == math.inf
         with raises(InfeasibleError, "limit_too_small", min_bytes=least, mem_limit=least - 1):
             fastest_in_flight(chain, least - 1, count, slots)
-
-
-def test_with_many_in_flight_little_is_kept_and_much_is_used_in_the_backward() -> None:
-    """The fastest sequence within the same bytes for one microbatch alone keeps as much as it can, which is worse."""
-    chain = Chain.from_arrays([1] * 4, [2] * 4 + [0], [1] * 5, [6] * 4, [0] * 4, [0] * 5)
-    limit, count = 45, 5
-    sequence = fastest_in_flight(chain, limit, count, EXACT)
-    assert str(sequence).startswith("CF_0, Fn_1, Fn_2, Fn_3, L, Fe_0, Fe_1, Fe_2, Fe_3, B_3")
-    within = (solve(chain, each) for each in range(limit, 0, -1) if each >= least_in_flight(chain, 1)[0])
-    alone = next(each for each in within if in_flight(chain, each, count) <= limit)
-    assert simulate(chain, alone).makespan > simulate(chain, sequence).makespan
 
 
 def test_more_may_be_there_before_the_loss_than_is_kept() -> None:

@@ -27,7 +27,6 @@ def uniform(length: int, size: int = 4, seconds: float = 1.0) -> Chain:
 
 
 def best_of_all(chain: Chain, limits: tuple[int, ...], counts: list[int], fixed: list[int], left: bool) -> float:
-    """The least seconds of the slowest part, over all cuts and all sequences."""
     best = math.inf
     for cuts in naive.all_cuts(len(chain), len(limits)):
         seconds = []
@@ -93,7 +92,7 @@ def test_no_rank_of_the_simulated_step_passes_its_limit(chain, way, ranks, round
         assert plan.timeline.peaks[rank] <= sum(part.peak_bytes for part in plan.parts_of(rank))
 
 
-def test_later_ranks_get_more_stages_where_memory_is_short_and_each_rank_keeps_its_own_limit() -> None:
+def test_later_ranks_get_more_stages_where_memory_is_short_within_their_limits_and_parts_begin_where_they_may() -> None:
     """They keep fewer microbatches in flight, and so recompute less."""
     plan = plan_pipeline(uniform(24), 4, 160, 8, slots=EXACT)
     lengths = [part.end - part.begin for part in plan.parts]
@@ -104,9 +103,6 @@ def test_later_ranks_get_more_stages_where_memory_is_short_and_each_rank_keeps_i
     plan = plan_pipeline(uniform(12), 2, (60, 10**4), 4, slots=EXACT)
     assert plan.cuts[0] < 6
     assert plan.timeline.peaks[0] <= 60
-
-
-def test_a_part_begins_only_where_it_may() -> None:
     chain = uniform(12)
     assert plan_pipeline(chain, 3, 10**6, 3, boundaries=(2, 3, 11)).cuts == (3, 11)
     skip = list(chain.stages)  # stage 8 leaves the gradient of what stage 2 made
