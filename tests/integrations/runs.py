@@ -8,7 +8,7 @@ from torch import nn
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from tests.checkpointable.steps import between
+from tests.checkpointable.steps import between, blocks
 
 BATCHES = list(torch.randn(4, 4, 3, 24, 24, generator=torch.Generator().manual_seed(1)))
 """An epoch. They are there already, so that the memory of a run is that of its steps."""
@@ -16,6 +16,11 @@ BATCHES = list(torch.randn(4, 4, 3, 24, 24, generator=torch.Generator().manual_s
 
 def entropy(output: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output, torch.arange(len(output)))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return blocks(2, 12)
 
 
 def halfway(measured: Checkpointable) -> int:

@@ -11,9 +11,9 @@ from torch import nn
 from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
-from tests.checkpointable.steps import blocks, images
+from tests.checkpointable.steps import images
 from tests.fields import logged
-from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, run_peak
+from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, network, run_peak
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -23,11 +23,6 @@ from rotor_py.integrations.accelerate_hook import limit_memory  # noqa: E402  # 
 @pytest.fixture(autouse=True)
 def _accelerate_starts_anew() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return blocks(2, 12)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -12,9 +12,9 @@ from torch import nn
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.budget import recomputes
 from rotor_py.plan.step_in_backward import SpentGradientError
-from tests.checkpointable.steps import blocks, images
+from tests.checkpointable.steps import images
 from tests.fields import raises
-from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, run_peak
+from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, network, run_peak
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -25,11 +25,6 @@ from rotor_py.integrations.lightning_callback import MemoryLimit  # isort: skip 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:.*no `val_dataloader`"
 )
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return blocks(2, 12)
 
 
 class Classifier(lightning.LightningModule):
@@ -66,17 +61,14 @@ def trainer(**options: Any) -> Any:
     return lightning.Trainer(accelerator="cpu", **{"max_steps": 4, **quiet, **options})
 
 
-def limit(model: nn.Module) -> int:
-    adamw = torch.optim.AdamW(model.parameters())
-    return halfway(Checkpointable(copy.deepcopy(model), images(), loss=entropy, optimizer=adamw))
-
-
 class Run:
     """A run of Lightning inside a limit that bites, by a wrapped network or a callback; `whole` plans the module."""
 
     def __init__(self, by: str, *, whole: bool = False, **options: Any) -> None:
         self.plain = Classifier(network(), whole=whole)
-        self.most = limit(self.plain if whole else self.plain.network)
+        model = copy.deepcopy(self.plain if whole else self.plain.network)
+        adamw = torch.optim.AdamW(model.parameters())
+        self.most = halfway(Checkpointable(model, images(), loss=entropy, optimizer=adamw))
         self.module, self.options = copy.deepcopy(self.plain), options
         self._callback = MemoryLimit(self.most, network="" if whole else None, loss=entropy)
         if by == "wrapped" and whole:
@@ -165,7 +157,6 @@ def test_a_network_that_is_not_called_is_told_of_and_which_child_is_planned_is_n
 
 def test_steps_in_the_backward_are_those_of_plain_training_and_clipping_or_accumulating_is_refused() -> None:
     def fit(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        """Lightning runs forward and backward inside of `optimizer.step(closure)`."""
         trainer(log_every_n_steps=1, **options).fit(Classifier(model, optimizer=optimizer), batches())
 
     model = network()

@@ -25,33 +25,34 @@ from rotor_py.integrations.transformers_callback import MemoryLimit  # noqa: E40
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor", "ignore:.*pin_memory"
 )
-LENGTH, BATCH = 40, 4
+BATCH = 4
 
 
-def llama(layers: int = 2) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=96, num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
-    return transformers.LlamaForCausalLM(config)
+class Small(transformers.PreTrainedModel):  # type: ignore[misc]  # transformers may not be there
+    """A classifier like those of the library, captured in a fraction of the time."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config or transformers.PretrainedConfig())
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(96, 32), torch.nn.Linear(32, 3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(6))
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        value = self.embedding(input_ids)
+        for layer in self.layers:
+            value = value + torch.nn.functional.gelu(layer(value))
+        logits = self.head(value.mean(1))
+        loss = {} if labels is None else {"loss": torch.nn.functional.cross_entropy(logits, labels)}
+        return {**loss, "logits": logits}
 
 
-def bert(layers: int = 2) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4}
-    config = transformers.BertConfig(vocab_size=96, num_hidden_layers=layers, num_labels=3, **sizes)
-    return transformers.BertForSequenceClassification(config)
-
-
-def examples(count: int = 24, *, classes: int | None = None, masked: bool = False) -> list[dict[str, Any]]:
-    """Padded sequences, and a column that no model takes. Capturing a model with masks takes a third longer."""
-    drawn, found = torch.Generator().manual_seed(1), []
-    for index in range(count):
-        ids = torch.randint(1, 96, (LENGTH,), generator=drawn)
-        mask = (torch.arange(LENGTH) < LENGTH - 1 - index % 5).long()
-        labels = index % classes if classes else ids.masked_fill(mask == 0, -100)
-        masks = {"attention_mask": mask} if masked else {}
-        found.append({"input_ids": ids * mask, **masks, "labels": labels, "note": index})
-    return found
+def examples() -> list[dict[str, Any]]:
+    """With a column that no model takes."""
+    ids = torch.randint(1, 96, (24, 40), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": each, "labels": index % 3, "note": index} for index, each in enumerate(ids)]
 
 
 def trainer(model: torch.nn.Module, folder: Path, data: list[dict[str, Any]], **options: Any) -> Any:
@@ -68,51 +69,52 @@ def history(run: Any) -> list[dict[str, float]]:
     return [{key: entry[key] for key in kept if key in entry} for entry in run.state.log_history]
 
 
-def batch(data: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    taken = {key: [torch.as_tensor(each[key]) for each in data[:BATCH]] for key in data[0] if key != "note"}
-    return {key: torch.stack(values) for key, values in taken.items()}
+def limit_for(*columns: str) -> int:
+    """A limit that bites for a batch of these columns."""
+    given = {name: torch.stack([torch.as_tensor(each[name]) for each in examples()[:BATCH]]) for name in columns}
+    model = Small()
+    return halfway(Checkpointable(model, given, optimizer=torch.optim.AdamW(model.parameters())))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("by", ["wrapped", "callback"])
 def test_a_run_is_the_plain_run_inside_the_limit_its_files_are_those_of_the_plain_model_and_it_is_resumed(
-    tmp_path: Path,
+    by: str, tmp_path: Path
 ) -> None:
-    data, model = examples(classes=3, masked=True), bert()
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    plain = trainer(bert(), tmp_path / "plain", data, **options)
+    data, model, limit, wrapped = examples(), Small(), limit_for("input_ids", "labels"), by == "wrapped"
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    plain = trainer(Small(), tmp_path / "plain", data, **options)
     plain.train()
-    limit = halfway(Checkpointable(bert(), batch(data), optimizer=torch.optim.AdamW(model.parameters())))
-    planned = trainer(Checkpointable(model, mem_limit=limit), tmp_path / "planned", data, **options)
-    planned.train()
-    assert recomputes(planned.model.sequence)
-    assert history(planned) == history(plain)
-    assert_same_weights(planned.model, plain.model)
+    run = trainer(Checkpointable(model, mem_limit=limit) if wrapped else model, tmp_path / by, data, **options)
+    callback = MemoryLimit(limit)
+    if not wrapped:
+        run.add_callback(callback)
+    assert run_peak(run.train, model) <= limit
+    planned = callback.planned or run.model
+    assert planned.budget.peak_bytes(store_all(planned.chain)) > limit
+    assert history(run) == history(plain)
     for name in ("label_names", "_signature_columns", "model_accepts_loss_kwargs"):
-        assert getattr(planned, name) == getattr(plain, name)
-    planned.args.eval_strategy = planned.args.save_strategy = "no"
-    assert run_peak(planned.train, planned.model) <= limit
-    assert_same_files(tmp_path, plain.model)
-    for again in (Checkpointable(bert(), mem_limit="1GB"), bert()):
-        resumed = trainer(again, tmp_path / "resumed", data, **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-2"))
-        assert_same_weights(resumed.model, plain.model)
+        assert getattr(run, name) == getattr(plain, name)
+    assert_same_weights(run.model, plain.model)
+    assert wrapped or run.model is model
+    assert "forward" not in model.__dict__
+    files = [{file.name for file in (tmp_path / each / "checkpoint-2").iterdir()} for each in ("plain", by)]
+    assert files[0] == files[1]
+    assert_same_weights(Small.from_pretrained(tmp_path / by / "checkpoint-3"), plain.model)
+    other = Small() if wrapped else Checkpointable(Small(), mem_limit="1GB")
+    resumed = trainer(other, tmp_path / "resumed", data, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / by / "checkpoint-2"))
+    assert_same_weights(resumed.model, plain.model)
 
 
-def assert_same_files(folder: Path, model: torch.nn.Module) -> None:
-    names = {file.name for file in (folder / "plain" / "checkpoint-2").iterdir()}
-    assert {file.name for file in (folder / "planned" / "checkpoint-2").iterdir()} == names
-    assert_same_weights(type(model).from_pretrained(folder / "planned" / "checkpoint-3"), model)
-
-
-@pytest.mark.slow
 def test_accumulated_and_smoothed_runs_under_autocast_are_the_plain_run_also_of_a_model_that_the_trainer_makes(
     tmp_path: Path,
 ) -> None:
-    data, callback = examples(), MemoryLimit("730kB")
+    data = examples()
+    with torch.autocast("cpu", torch.bfloat16):
+        callback = MemoryLimit(limit_for("input_ids"))  # of which the smoothed loss is made outside of the model
     options = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "bf16": True, "max_steps": 2}
-    runs = [trainer(each, tmp_path, data, **options) for each in (llama(1), Checkpointable(llama(1), mem_limit="1GB"))]
-    made = {"train_dataset": data, "model_init": lambda: llama(1), "callbacks": [callback]}
-    runs.append(transformers.Trainer(args=runs[0].args, **made))
+    runs = [trainer(each, tmp_path, data, **options) for each in (Small(), Checkpointable(Small(), mem_limit="1GB"))]
+    runs.append(transformers.Trainer(args=runs[0].args, train_dataset=data, model_init=Small, callbacks=[callback]))
     for run in runs:
         run.train()
         assert history(run) == history(runs[0])
@@ -124,7 +126,7 @@ def test_accumulated_and_smoothed_runs_under_autocast_are_the_plain_run_also_of_
 def test_steps_in_the_backward_are_those_of_plain_training_without_norms_and_clipping_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, data = llama(1), examples()
+    model, data = Small(), examples()
     plain = copy.deepcopy(model)
 
     def run(network: torch.nn.Module, optimizer: torch.optim.Optimizer, norm: float) -> None:
@@ -142,39 +144,14 @@ def test_steps_in_the_backward_are_those_of_plain_training_without_norms_and_cli
         run(planned, optimizer, 1.0)
 
 
-def limited(model: torch.nn.Module, folder: Path, data: Any, limit: float | str, **options: Any) -> tuple[Any, Any]:
-    run, callback = trainer(model, folder, data, **options), MemoryLimit(limit)
-    run.add_callback(callback)
-    return run, callback
-
-
-def test_a_run_with_the_callback_is_the_plain_run_inside_the_limit_and_leaves_the_plain_model(
-    tmp_path: Path,
-) -> None:
-    data = examples(classes=3)
-    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    model = bert(1)
-    plain = trainer(copy.deepcopy(model), tmp_path / "plain", data, **options)
-    plain.train()
-    adamw = torch.optim.AdamW(model.parameters())
-    limit = halfway(Checkpointable(copy.deepcopy(model), batch(data), optimizer=adamw))
-    run, callback = limited(model, tmp_path / "planned", data, limit, **options)
-    assert run_peak(run.train, model) <= limit
-    assert callback.planned.budget.peak_bytes(store_all(callback.planned.chain)) > limit
-    assert history(run) == history(plain)
-    assert run.model is model
-    assert "forward" not in model.__dict__
-    assert_same_weights(model, plain.model)
-    assert_same_files(tmp_path, model)
-
-
 def test_an_error_leaves_a_model_that_goes_on_by_its_plan_until_end_is_called(tmp_path: Path) -> None:
     class Failing(transformers.TrainerCallback):  # type: ignore[misc]  # transformers may not be there
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             raise RuntimeError("of the user")
 
-    model = llama(1)
-    run, callback = limited(model, tmp_path, examples(), "1GB")
+    model, callback = Small(), MemoryLimit("1GB")
+    run = trainer(model, tmp_path, examples())
+    run.add_callback(callback)
     signature = inspect.signature(model.forward)
     run.add_callback(Failing())
     with pytest.raises(RuntimeError, match="of the user"):
