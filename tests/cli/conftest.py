@@ -41,14 +41,11 @@ sample = torch.randn(8, 64)
 
 @pytest.fixture(autouse=True)
 def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the terminal is like in which the tests run."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Callable[..., str]:
-    """Write a model file and return its path."""
-
     def write(text: str = SMALL, name: str = "net.py") -> str:
         path = tmp_path / name
         path.write_text(text)
@@ -59,7 +56,6 @@ def model_file(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def plan() -> Callable[..., Result]:
-    """Run the command in this process."""
     return invoke
 
 

@@ -75,14 +75,10 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart() -> None:
     least, most = assumed["step_seconds"]
     assert least < found["plan"]["step_seconds"] < most
     assert assumed["efficiencies"]["anchor"] == find_device("h100").efficiencies.anchor
-    assert assumed["rates_of"] == find_device("h100").name
     assert found["plan"]["step_seconds_range"] == [least, most]
     plain = found["store_all"]
     assert plain["step_seconds_range"][0] < plain["step_seconds"] < plain["step_seconds_range"][1]
-    assert assumed["attention_kernel"].endswith("chooses for compute capability 9.0")
-    assert assumed["padding"] is assumed["communication_overlaps"] is False
     assert assumed["link_bytes_per_second"] == find_device("h100").link_bandwidth
-    assert assumed["workspace_bytes"] == 64 * 2**20
     assert basis["measured"] == {}
     found = run("--device", "cpu", "--mem-limit", "1GB", "--dtype", "bf16", "--optimizer", "sgd", "--fresh-grads").json
     assert not {"prediction", "step_seconds_range"} & {*found, *found["plan"], *found["store_all"]}
@@ -100,7 +96,7 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart() -> None:
     ],
 )
 def test_text_and_page_say_what_is_exact_predicted_and_assumed(name: str, words: list[str]) -> None:
-    found, text, page = run("--device", name)
+    found, text, page = run("--device", name, *OPTIONS.get(name, ()))
     (least, most), anchored = found["prediction"]["assumed"]["step_seconds"], find_device(name).efficiencies.anchor
     assert (most / least > 2) == (anchored is None), "without an anchor, seconds are known less well"
     assert f"on {find_device(name).name}" in text
@@ -145,15 +141,18 @@ def test_a_file_has_a_device_of_ones_own_of_which_there_may_be_several_and_autoc
     # In 32 bits, of each block the output is kept, and what GELU reads.
     assert cast["prediction"]["exact"]["saved_bytes"] < 2 * 2 * 4096 * 1024 * 4
     assert json.loads(saved.read_text())["input"]["autocast"] == "bfloat16"
-    several = ("--device", "Mine:8", "--shard")
-    blocks, whole = (run(*options, *several, how, model=BLOCKS).json for how in ("blocks", "whole"))
-    assert (blocks["device"], blocks["prediction"]["devices"]) == ("8 × mine", 8)
-    assert whole["plan"]["peak_bytes"] > blocks["plan"]["peak_bytes"]
+    several = run(*options, "--device", "Mine:8", "--shard", "whole", model=BLOCKS).json
+    assert (several["device"], several["prediction"]["devices"]) == ("8 × mine", 8)
+    parameters = 2 * (1024 * 1024 + 1024) * 4
+    assert several["prediction"]["predicted"]["communication_bytes"] >= parameters, "all are gathered at once"
+
+
+OPTIONS = {"h200": ("--dtype", "bfloat16", "--optimizer", "sgd-momentum")}
+"""Of the runs on some devices."""
 
 
 def test_numbers_and_optimizer_can_be_chosen_on_the_command_line() -> None:
-    options = ("--device", "a100-80", "--dtype", "bfloat16", "--optimizer", "sgd-momentum")
-    found = run(*options).json["prediction"]["exact"]
+    found = run("--device", "h200", *OPTIONS["h200"]).json["prediction"]["exact"]
     assert found["batch_bytes"] == 64 * 256 * 2
     assert found["parameters_bytes"] == pytest.approx(PARAMETERS / 2, abs=1024)
     assert found["optimizer_bytes"] == found["parameters_bytes"]
@@ -173,14 +172,3 @@ def test_several_devices_are_planned_for_and_said(tmp_path: Path) -> None:
         assert "gathered parameters, and gradients that are sent." in text
         assert "batches without padding; devices send to each other while they compute." in text
         assert " measured " not in text
-
-
-@pytest.mark.slow
-def test_how_large_a_batch_is_predicted() -> None:
-    many = LABELS.replace("zeros(64,", "zeros(10**4,")
-    found, text, page = run("--device", "l4", "--mem-limit", "24.5MB", "--batch", "best", model=many)
-    for words in ("samples a second inside 24.5 MB", "predicted", "no step was taken, and no batch was"):
-        assert words in text
-    assert "</i>measured<" not in page
-    assert (found["prediction"]["measured"], found["batch"]["measured_peak_bytes"]) == ({}, None)
-    assert not any(point["measured"] for point in found["batch"]["points"])

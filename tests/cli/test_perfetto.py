@@ -52,7 +52,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def perfetto(driver: Chrome, trace: Path) -> Iterator[None]:
-    """Show a trace on Perfetto's page."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

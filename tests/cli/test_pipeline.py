@@ -1,9 +1,7 @@
 """rotor-plan --pipeline: cuts, a plan for every rank, and what equal cuts would cost."""
 
-from functools import partial
-from itertools import pairwise
+import json
 
-import pytest
 import torch
 from torch import nn
 
@@ -11,6 +9,7 @@ from rotor_profiling import OptimizerCost
 from rotor_py import Checkpointable
 from rotor_py.measure.pipeline_costs import PipelineCosts, pipeline_costs
 from rotor_solver import Sequence, simulate
+from tests.distributed.fsdp_models import Skips
 from tests.fields import ends
 
 CHAIN = """
@@ -25,44 +24,31 @@ def optimizer(parameters):
 """
 
 
-@pytest.fixture
-def pipeline(report, model_file):
-    """The report of a pipeline of two ranks."""
-    return partial(report, model_file(CHAIN), "--pipeline", 2, "--mem-limit")
-
-
-def test_the_report_has_the_cuts_every_rank_and_equal_cuts(plan, model_file):
-    result = plan(model_file(CHAIN), "--pipeline", 4, "--mem-limit", "4MB", "--microbatches", 8)
+def test_the_report_has_the_cuts_every_rank_inside_its_limit_and_equal_cuts(plan, model_file, tmp_path):
+    options = ("--pipeline", 2, "--mem-limit", "9MB", "--schedule", "zero-bubble", "--json", tmp_path / "found.json")
+    result = plan(model_file(CHAIN), *options)
     assert result.exit_code == 0, result.output
-    expected = ("net.py fits on 4 ranks", "8 microbatches", "equal cuts", "in flight", "recomputed", "rank 3, from")
-    for words in (*expected, *(f"\n   {rank}  " for rank in range(4))):
+    expected = ("net.py fits on 2 ranks", "4 microbatches", "equal cuts", "in flight", "recomputed", "rank 1, from")
+    for words in (*expected, *(f"\n   {rank}  " for rank in range(2))):
         assert words in result.stdout
-
-
-SLOW = pytest.param("interleaved", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", SLOW, "zero-bubble"])
-def test_every_rank_stays_inside_its_limit_and_every_stage_is_on_one(pipeline, schedule: str):
-    whole = pipeline("9MB", "--schedule", schedule)
+    whole = json.loads((tmp_path / "found.json").read_text())
     found, parts = whole["pipeline"], whole["pipeline"]["parts"]
-    assert (found["schedule"], found["ranks"], found["microbatches"]) == (schedule, 2, 4)
-    assert [part["rank"] for part in parts] == [0, 1] * (2 if schedule == "interleaved" else 1)
-    assert [parts[0]["first_stage"], parts[-1]["last_stage"]] == [0, 15]
-    assert all(after["first_stage"] == before["last_stage"] + 1 for before, after in pairwise(parts))
-    assert found["cuts"] == [part["first_stage"] for part in parts[1:]]
+    assert (found["schedule"], found["ranks"], found["microbatches"]) == ("zero-bubble", 2, 4)
+    assert [part["rank"] for part in parts] == [0, 1]
+    assert [parts[0]["first_stage"], parts[1]["last_stage"]] == [0, 15]
+    assert found["cuts"] == [parts[1]["first_stage"]] == [parts[0]["last_stage"] + 1]
     assert [len(part["names"]) for part in parts] == [part["last_stage"] - part["first_stage"] + 1 for part in parts]
     for rank in found["by_rank"]:
         assert rank["peak_bytes"] <= rank["mem_limit"] == 9 * 10**6
-    if whole["equal_cuts"] is not None and schedule != "interleaved":
-        assert found["microbatch_seconds"] <= whole["equal_cuts"]["microbatch_seconds"]
+    assert found["microbatch_seconds"] <= whole["equal_cuts"]["microbatch_seconds"]
 
 
-def test_the_least_limit_is_said_and_plans_recompute_by_sequences_of_each_part(plan, pipeline, model_file):
-    refused = plan(model_file(CHAIN), "--pipeline", 2, "--mem-limit", "300kB")
+def test_the_least_limit_is_said_and_plans_recompute_by_sequences_of_each_part(plan, report, model_file):
+    pipeline = (model_file(CHAIN), "--pipeline", 2, "--mem-limit")
+    refused = plan(*pipeline, "300kB")
     ends(refused, 3, "limit_too_small", mem_limit=300_000)
     least = refused.output.rpartition("a limit of ")[2].strip().rstrip(".")
-    tight, ample = (pipeline(limits)["pipeline"] for limits in (least, "9MB,1GB"))
+    tight, ample = (report(*pipeline, limits)["pipeline"] for limits in (least, "9MB,1GB"))
     assert [rank["mem_limit"] for rank in ample["by_rank"]] == [9 * 10**6, 10**9]
     assert not any("CF_" in part["sequence"] for part in ample["parts"])
     assert any("CF_" in part["sequence"] for part in tight["parts"])
@@ -72,22 +58,6 @@ def test_the_least_limit_is_said_and_plans_recompute_by_sequences_of_each_part(p
         network = Checkpointable(nn.Sequential(*own), torch.randn(512, 64, requires_grad=True))
         simulate(network.budget.chain, Sequence.parse(part["sequence"]))  # ValueError if it were not valid
     ends(plan(model_file(CHAIN), "--pipeline", 99, "--mem-limit", "1GB"), 2, "too_few_stages", name="--pipeline")
-
-
-class Residual(nn.Module):
-    """A skip connection from the first block past the second to the third, and a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))
-        self.blocks[5][0].requires_grad_(False)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        first = self.blocks[0](value)
-        third = self.blocks[2](self.blocks[1](first)) * first
-        for block in self.blocks[3:]:
-            third = block(third)
-        return third
 
 
 def costs_of(model: nn.Module, sample: object = None, **more: object) -> tuple[Checkpointable, PipelineCosts]:
@@ -116,12 +86,15 @@ def test_fixed_bytes_are_those_of_each_stage_and_what_runs_before_the_chain_belo
 
 
 def test_a_captured_model_is_not_cut_where_a_tensor_is_carried_past():
-    network, costs = costs_of(Residual())
+    model = Skips()  # one of which is carried past blocks
+    model.head.requires_grad_(False)
+    network, costs = costs_of(model)
     assert network.captured
     carried = [each for each in network.inspection_values.carried if each.nbytes]
     assert set(costs.boundaries) == {
         point for point in range(1, len(network.names)) if not any(each.first <= point <= each.last for each in carried)
     }
     trained = sum(p.nbytes for p in network.parameters() if p.requires_grad)
-    parameters = sum(p.nbytes for p in network.parameters())
-    assert parameters + trained <= sum(costs.fixed) <= parameters + trained + 200
+    there = sum(each.nbytes for each in (*network.parameters(), *network.buffers()))
+    scales = len(costs.fixed) * model.scale.nbytes  # every stage may be on a rank of its own
+    assert there + trained <= sum(costs.fixed) <= there + trained + scales

@@ -9,11 +9,14 @@ from rotor_cli.main import main
 from tests.quick import ROOT, run_python
 
 
-def test_stdout_is_json_stderr_is_silent_and_questions_in_python_load_neither_click_nor_a_renderer(model_file):
+def test_stdout_is_json_stderr_is_silent_and_importing_names_leaves_out_what_only_some_models_need(model_file):
     code = f"""
 import runpy, sys
-from rotor_py import Checkpointable, compare, verify
-assert not {{"click", "rich", "jinja2", "rotor_cli"}} & set(sys.modules)
+from rotor_py import Checkpointable, compare, verify, best_batch, largest_batch
+from rotor_py import least_limit, sweep, best_level, estimate
+assert "torch" in sys.modules
+needless = {{"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "numba", "sympy", "networkx"}}
+assert not {{*needless, "rotor_py.capture", "click", "rich", "jinja2", "rotor_cli"}} & set(sys.modules)
 sys.argv[1:] = [{model_file()!r}, "--mem-limit", "2600kB", "--verify", "--json", "-"]
 runpy.run_module("rotor_cli", run_name="__main__")
 """
@@ -25,22 +28,19 @@ runpy.run_module("rotor_cli", run_name="__main__")
     assert found["verify"]["max_grad_difference"] == 0
 
 
-@pytest.mark.parametrize(("typed", "completed"), [("--mem", "plain,--mem-limit"), ("net", "file,net")])
-def test_a_shell_completes_options_and_files(typed, completed):
-    asked = {"_ROTOR_PLAN_COMPLETE": "bash_complete", "COMP_WORDS": f"rotor-plan {typed}", "COMP_CWORD": "1"}
-    result = run_python("from rotor_cli.main import main; main(prog_name='rotor-plan')", **asked)
-    assert completed in result.stdout.splitlines()
-
-
-def test_completion_is_documented_as_the_command_offers_it(monkeypatch, capsys):
+def test_a_shell_completes_options_and_files_as_it_is_documented(monkeypatch, capsys):
     text = (ROOT / "docs" / "model-file.md").read_text(encoding="utf-8")
     assert 'eval "$(_ROTOR_PLAN_COMPLETE=bash_source rotor-plan)"' in text
-    for shell in ("bash", "zsh", "fish"):
-        assert f"{shell}_source" in text
-        monkeypatch.setenv("_ROTOR_PLAN_COMPLETE", f"{shell}_source")
+    assert all(f"{shell}_source" in text for shell in ("bash", "zsh", "fish"))
+    monkeypatch.setenv("COMP_CWORD", "1")
+    asked = [(f"{shell}_source", "", "_ROTOR_PLAN_COMPLETE") for shell in ("bash", "zsh", "fish")]
+    completions = [("bash_complete", "--mem", "plain,--mem-limit\n"), ("bash_complete", "net", "file,net\n")]
+    for instruction, typed, printed in (*asked, *completions):
+        monkeypatch.setenv("_ROTOR_PLAN_COMPLETE", instruction)
+        monkeypatch.setenv("COMP_WORDS", f"rotor-plan {typed}")
         with pytest.raises(SystemExit, match="0"):
             main(prog_name="rotor-plan")
-        assert "_ROTOR_PLAN_COMPLETE" in capsys.readouterr().out
+        assert printed in capsys.readouterr().out
 
 
 WRONG_USE = [

@@ -25,7 +25,7 @@ import torch
 
 class Slow(torch.nn.Linear):
     def forward(self, x):
-        time.sleep(0.005)
+        time.sleep(0.001)
         return super().forward(x)
 
 model, sample = torch.nn.Sequential(*[Slow(16 + i, 17 + i) for i in range(5)]), torch.randn(64, 16)
@@ -53,7 +53,6 @@ class Terminal:
         sys.stderr = self.stream
 
     def read(self) -> str:
-        """All that was written so far."""
         marker = f"\x1b[{next(_markers)}z".encode()
         os.write(self.slave, marker)
         deadline = time.monotonic() + 20
@@ -118,7 +117,9 @@ def test_the_time_left_is_that_of_the_rest_at_the_pace_so_far(terminal: Terminal
     assert {seconds: in_words(seconds) for seconds in words} == words
 
 
-def test_a_line_says_what_is_done_and_how_much_of_it_within_the_terminal(terminal: Terminal) -> None:
+def test_a_line_says_what_is_done_and_how_much_of_it_within_the_terminal_and_before_the_first_part_is_done(
+    terminal: Terminal, monkeypatch
+) -> None:
     terminal.on()
     clock = SimpleNamespace(now=100.0)
     shown = Activities(True, lambda: clock.now)
@@ -146,9 +147,6 @@ def test_a_line_says_what_is_done_and_how_much_of_it_within_the_terminal(termina
     tell(4, 8, "late")
     assert len(terminal.text) == before
     assert max(map(len, re.split(r"[\r\n]+", terminal.text))) <= 80
-
-
-def test_the_first_part_of_long_work_is_shown_before_it_is_done(terminal: Terminal, monkeypatch) -> None:
     terminal.on()
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.05)
     with activities() as shown:

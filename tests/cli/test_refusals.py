@@ -59,7 +59,6 @@ WRONG_USE = """
 --batch 8 --batch-multiple 2 | needs_option | --batch-multiple
 --grad-accumulation 64 | needs_option | --grad-accumulation
 --batch max --max-overhead 10% | excluded_together | --max-overhead
---batch max --compile | excluded_together | --compile
 --batch max --fresh-grads --grad-accumulation 64 | excluded_together | --fresh-grads
 --batch max --batch-multiple 8 --grad-accumulation 20 | not_divisible | --grad-accumulation
 --batch max --pipeline 2 | excluded_together | --batch max
@@ -84,8 +83,6 @@ WRONG_USE = """
 --device h100 --shard blocks | needs_option | --shard
 --device cuda:0 --shard whole | needs_option | --shard
 --device h100 --verify | excluded_together | --verify
---device h100 --compile | excluded_together | --compile
---device h100 --pipeline 2 | excluded_together | --pipeline
 --autocast bfloat16 | needs_option | --autocast
 --device h100 --autocast float32 | bad_value | --autocast
 --device-memory 100MB | no_room | --device-memory
@@ -93,7 +90,6 @@ WRONG_USE = """
 --optimizer adanw | bad_value | --optimizer
 --dtype int8 | bad_value | --dtype
 --batch 8 -- | not_for_a_script | --batch
---device cpu --run | not_for_a_script | --device
 --run --verify | excluded_together | --verify
 --run --json - | excluded_together | --json
 """

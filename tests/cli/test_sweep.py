@@ -1,9 +1,9 @@
 """rotor-plan --sweep: memory against time; and --max-overhead, which plans for time, and needs close times."""
 
+import json
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,8 +43,17 @@ def facts_of(**changes: int) -> Facts:
     return Facts("net", "cpu", budget.peak_bytes(stored), budget, network.inspection_values, stored)
 
 
-def test_a_sweep_needs_no_limit_and_goes_from_the_least_to_storing_everything(report, model_file):
-    found = report(model_file(), "--sweep")
+def test_a_sweep_needs_no_limit_goes_from_the_least_to_storing_everything_and_is_shown_alone_or_below_the_plan(
+    plan, model_file, tmp_path
+):
+    shown = plan(model_file(), "--sweep", "--json", tmp_path / "found.json").stdout
+    assert shown.startswith("net.py: ")
+    assert "of activation memory" in shown
+    assert "use it" not in shown
+    assert "│" not in plan(model_file(), "--max-overhead", "10%").stdout, "the curve was not asked for"
+    both = plan(model_file(), "--sweep", "--mem-limit", "1GB", "--compare").stdout
+    assert both.index("use it") < both.index("predicted peak  ") < both.index("of activation memory") < both.index("│")
+    found = json.loads((tmp_path / "found.json").read_text())
     assert not {"plan", "mem_limit"} & {*found}
     points, stored = found["sweep"]["points"], found["store_all"]["peak_bytes"]
     assert (points[0]["mem_limit"], points[-1]["mem_limit"]) == (found["min_bytes"], stored)
@@ -116,17 +125,7 @@ def test_a_time_is_planned_for_at_the_least_limit_and_saved(report, model_file, 
     assert str(model.sequence) == least["plan"]["sequence"]
 
 
-def test_the_curve_is_shown_alone_or_below_the_plan(plan, model_file):
-    alone = plan(model_file(), "--sweep").stdout
-    assert alone.startswith("net.py: ")
-    assert "of activation memory" in alone
-    assert "use it" not in alone
-    assert "│" not in plan(model_file(), "--max-overhead", "10%").stdout, "the curve was not asked for"
-    both = plan(model_file(), "--sweep", "--mem-limit", "1GB", "--compare").stdout
-    assert both.index("use it") < both.index("predicted peak  ") < both.index("of activation memory") < both.index("│")
-
-
-def test_the_chart_is_a_step_function_with_letters_on_it():
+def test_the_chart_is_a_step_function_with_every_letter_of_the_list_also_where_they_coincide_and_far_outside():
     steps = [(0, 4.0), (4, 2.0), (8, 0.0)]
     marks = [("A", 4, 3.0), ("E", 4, 3.0), ("B", 8, 0.0), ("C", 9, 1.0), ("D", 0, 5.0)]
     lines = chart(steps, marks, width=19, height=5, top="400 %", ends=("0 B", "8 B"))
@@ -139,9 +138,6 @@ def test_the_chart_is_a_step_function_with_letters_on_it():
         "         └─────────",
         "          0 B   8 B",
     ]
-
-
-def test_every_letter_of_the_list_is_drawn_where_strategies_coincide_and_far_outside():
     names = [f"strategy {number}" for number in range(26)]
     same = [Point(name, 1100, 1.0, 1.0, NONE) for name in names[:24]]
     far = [Point(names[24], 2000, 9.0, 9.0, NONE), Point(names[25], 900, 0.9, 0.9, NONE)]
@@ -183,38 +179,25 @@ def test_the_plot_is_written_with_the_strategies_on_it(plan, model_file, tmp_pat
         assert words in text
 
 
-SCRIPT = SMALL.replace("model =", "net =") + "loss(net(sample(8))).backward()\n"
-
-
-def layers() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
-
-
-@pytest.fixture
-def closely(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], set[bool]]:
-    """Whether close times are measured while a function runs."""
-    found: set[bool] = set()
-    begin = StageTimes.__init__
+def test_only_a_limit_that_is_read_off_the_curve_needs_close_times(model_file, report, monkeypatch) -> None:
+    found, begin = [], StageTimes.__init__
+    layers, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
 
     def noting(times: StageTimes, *, closely: bool = False) -> None:
-        found.add(closely)
+        found.append(closely)
         begin(times, closely=closely)
 
-    def during(run: Callable[[], object]) -> set[bool]:
+    monkeypatch.setattr(StageTimes, "__init__", noting)
+    script = SMALL.replace("model =", "net =") + "loss(net(sample(8))).backward()\n"
+    files = [model_file(SMALL), model_file(script, "script.py")]
+    for run, expected in (
+        (lambda: least_limit(layers, batch, max_overhead=0.1, loss=torch.sum), True),
+        (lambda: least_limit(layers, batch, loss=torch.sum), False),
+        (lambda: sweep(layers, batch, loss=torch.sum), False),
+        (lambda: Checkpointable(layers, mem_limit="1MB", loss=torch.sum)(batch), False),
+        (lambda: report(files[0], "--mem-limit", "1GB", "--no-cache"), False),
+        *((lambda file=file: report(file, "--max-overhead", "50%", "--no-cache"), True) for file in files),
+    ):
         found.clear()
         run()
-        return {*found}
-
-    monkeypatch.setattr(StageTimes, "__init__", noting)
-    return during
-
-
-def test_only_a_limit_that_is_read_off_the_curve_needs_close_times(closely, model_file, report) -> None:
-    batch = torch.randn(4, 8)
-    assert closely(lambda: least_limit(layers(), batch, max_overhead=0.1, loss=torch.sum)) == {True}
-    assert closely(lambda: sweep(layers(), batch, loss=torch.sum)) == {False}
-    assert closely(lambda: least_limit(layers(), batch, loss=torch.sum)) == {False}
-    assert closely(lambda: Checkpointable(layers(), mem_limit="1MB", loss=torch.sum)(batch)) == {False}
-    for file in (model_file(text, "net.py") for text in (SMALL, SCRIPT)):  # and so does the command
-        for more, expected in ((("--max-overhead", "50%"), True), (("--mem-limit", "1GB"), False)):
-            assert closely(lambda run=(file, *more): report(*run, "--quiet", "--no-cache")) == {expected}
+        assert {*found} == {expected}

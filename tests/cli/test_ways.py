@@ -91,10 +91,16 @@ def loss(output):
 """
 
 
-def test_fewer_bits_need_less_are_told_of_and_load_again(plan, report, model_file, tmp_path, monkeypatch):
+def test_fewer_bits_need_less_are_told_of_where_they_are_needed_and_load_again(
+    plan, report, model_file, tmp_path, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "300")
     file, path, saved = model_file(WIDE), tmp_path / "report.json", tmp_path / "plan.json"
-    exact = report(file, "--mem-limit", "1GB")
+    shown = plan(file, "--mem-limit", "1GB", "--keep", "int8", "--verify", "--json", path).stdout
+    exact = json.loads(path.read_text())
+    assert not {"fewer_bits", "gradient_error"} & {*exact["plan"], *exact["verify"]}
+    assert exact["verify"]["max_grad_difference"] == 0
+    assert "No stage is kept in int8: the plan is exact." in " ".join(shown.split())
     limit = (exact["min_bytes"] + 2 * exact["store_all"]["peak_bytes"]) // 3
     without = report(file, "--mem-limit", limit)
     assert "^" not in without["plan"]["sequence"]  # nothing inexact without the word
@@ -117,15 +123,6 @@ def test_fewer_bits_need_less_are_told_of_and_load_again(plan, report, model_fil
     names["optimizer"] = names["optimizer"](names["model"].parameters())
     exec(line.strip(), names)
     assert names["model"].sequence is not None
-
-
-def test_a_plan_that_needs_no_fewer_bits_says_that_it_is_exact(plan, model_file, tmp_path):
-    path = tmp_path / "report.json"
-    result = plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "int8", "--verify", "--json", path)
-    report = json.loads(path.read_text())
-    assert not {"fewer_bits", "gradient_error"} & {*report["plan"], *report["verify"]}
-    assert report["verify"]["max_grad_difference"] == 0
-    assert "No stage is kept in int8: the plan is exact." in " ".join(result.stdout.split())
 
 
 def test_a_batch_is_chosen_with_fewer_bits_or_moves_and_another_word_is_answered_with_those_known(
