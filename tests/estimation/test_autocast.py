@@ -63,15 +63,12 @@ CASES: list[tuple[str, Callable[[], torch.Tensor], torch.dtype]] = [
 ]
 
 
-def test_results_have_the_dtype_that_they_have_on_cuda_where_they_are_not_refused() -> None:
+def test_results_have_the_dtype_of_cuda_where_they_are_not_refused_and_afterwards_the_cpu_casts_as_before() -> None:
     with cuda_autocast(), DeviceFakeMode(), torch.autocast("cuda", HALF):
         assert {what: call().dtype for what, call, _ in CASES} == {what: expected for what, _, expected in CASES}
         value = torch.empty(4, requires_grad=True)
         with raises(RuntimeError, "unsafe_autocast"):
             functional.binary_cross_entropy(value.sigmoid(), value.detach())
-
-
-def test_afterwards_the_cpu_casts_as_before() -> None:
     for _ in range(2):
         with pytest.raises(KeyError), cuda_autocast(), cuda_autocast():
             raise KeyError

@@ -23,7 +23,9 @@ from tests.docs.pages import ROOT
 PART = 4  # GPT-2, which is captured
 
 
-def test_a_failure_costs_one_row_and_finished_rows_do_not_run_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_failure_costs_one_row_finished_rows_do_not_run_again_and_without_a_gpu_only_the_rehearsal_runs(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     ran: list[str] = []
 
     def good(setting: Setting) -> dict[str, Any]:
@@ -42,9 +44,6 @@ def test_a_failure_costs_one_row_and_finished_rows_do_not_run_again(tmp_path: Pa
     summary = packing.rows_in(tmp_path)[f"part{PART}"]
     assert {name: each["status"] for name, each in summary.items()} == {"bad": "failed", "good": "done"}
     assert ran == ["bad", "good", "bad"]
-
-
-def test_without_a_gpu_only_the_rehearsal_runs(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--out", str(tmp_path)])
     assert "--tiny is a rehearsal" in capsys.readouterr().err

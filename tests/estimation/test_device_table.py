@@ -44,7 +44,7 @@ def test_every_cell_of_the_table_has_a_source_that_is_written_out() -> None:
     assert all(len(find_device(name).sources) == 9 for name in device_names())
 
 
-def test_rates_are_dense_and_in_their_order_also_where_public_tables_have_them_wrong() -> None:
+def test_rates_are_dense_also_where_public_tables_are_wrong_and_names_are_found_however_they_are_written() -> None:
     for device in map(find_device, device_names()):
         rates = device.rates
         assert rates.fp16 >= rates.tf32 >= rates.fp32, device.name
@@ -59,9 +59,6 @@ def test_rates_are_dense_and_in_their_order_also_where_public_tables_have_them_w
     rate = find_device("a100-80").rates.of
     found = rate(torch.bfloat16), rate(torch.float32), rate(torch.float32, tf32=True)
     assert found == (312e12, 19.5e12, 156e12)
-
-
-def test_names_are_found_however_people_write_them_and_families_are_asked_back() -> None:
     assert find_device("H100") is find_device("nvidia h100") is find_device("h100")
     assert find_device("RTX 4090") is find_device("rtx4090")
     with pytest.raises(ValueError, match="did you mean a100-80 or a100-40"):

@@ -26,7 +26,7 @@ def rounded(tensors: Any) -> int:
     return sum(-(-each.numel() * each.element_size() // BLOCK) * BLOCK for each in tensors)
 
 
-def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda_also_of_a_model_made_by_a_function() -> None:
+def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda_also_of_a_model_larger_than_this_machine() -> None:
     model, batch, told = blocks(), torch.randn(64, 256), {"optimizer": torch.optim.AdamW, "loss": torch.mean}
     report = estimate(model, batch, "a100-80", **told)
     parameters = rounded(model.parameters())
@@ -40,8 +40,15 @@ def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda_also_of_a_mo
     assert (made.budget, made.measurement.stages) == (report.budget, report.measurement.stages)
     assert slow.store_all_seconds > report.store_all_seconds > 0, "seconds are those of the device"
 
+    def large() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2**17, 2**17, dtype=torch.bfloat16) for _ in range(2)))  # 69 GB
 
-def test_a_model_its_optimizer_and_the_process_are_left_as_they_are() -> None:
+    batch = torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta")
+    report = estimate(large, batch, "b200", loss=torch.mean, fresh_grads=True)
+    assert report.budget.fixed.parameters > 68 * 10**9
+
+
+def test_a_model_its_optimizer_the_process_and_counts_of_steps_stay_and_afterwards_models_are_measured_again() -> None:
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout()]
     model = nn.Sequential(*layers, nn.Linear(8 * 30 * 30, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -54,6 +61,14 @@ def test_a_model_its_optimizer_and_the_process_are_left_as_they_are() -> None:
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), state)
     assert all(each.grad is None for each in model.parameters())
+    norm = nn.BatchNorm1d(4, momentum=None)  # divides by its count
+    for make in (nn.Sequential(nn.Linear(4, 4), norm), lambda: nn.Sequential(nn.Linear(4, 4), norm)):
+        assert estimate(make, torch.randn(2, 4), loss=torch.mean).fits
+    model = blocks()
+    network = Checkpointable(model, torch.randn(64, 256), "1GB", loss=torch.mean)
+    assert network.report().predicted_for is None
+    network(torch.randn(64, 256)).mean().backward()
+    assert all(each.grad is not None for each in model.parameters())
 
 
 def test_a_calibrated_cpu_runs_the_operators_of_the_cpu() -> None:
@@ -93,15 +108,6 @@ class First(nn.Module):
         return value[0]
 
 
-def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> None:
-    def made() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(2**17, 2**17, dtype=torch.bfloat16) for _ in range(2)))  # 69 GB
-
-    batch = torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta")
-    report = estimate(made, batch, "b200", loss=torch.mean, fresh_grads=True)
-    assert report.budget.fixed.parameters > 68 * 10**9
-
-
 class Reads(nn.Linear):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         made = super().forward(value)
@@ -120,14 +126,3 @@ def test_what_cannot_be_planned_is_refused_and_where_nothing_fits_the_least_limi
         estimate(lambda: 3, torch.randn(2, 256))  # type: ignore[arg-type, return-value]
     with raises(UnsupportedModelError, "depends_on_values"):
         estimate(nn.Sequential(nn.Linear(4, 4), Reads(4, 4)), torch.randn(2, 4), loss=torch.mean)
-
-
-def test_counts_of_steps_keep_their_values_and_afterwards_models_are_measured_again() -> None:
-    norm = nn.BatchNorm1d(4, momentum=None)  # divides by its count
-    for make in (nn.Sequential(nn.Linear(4, 4), norm), lambda: nn.Sequential(nn.Linear(4, 4), norm)):
-        assert estimate(make, torch.randn(2, 4), loss=torch.mean).fits
-    model = blocks()
-    network = Checkpointable(model, torch.randn(64, 256), "1GB", loss=torch.mean)
-    assert network.report().predicted_for is None
-    network(torch.randn(64, 256)).mean().backward()
-    assert all(each.grad is not None for each in model.parameters())

@@ -33,7 +33,7 @@ class Shared(nn.Module):
         return made
 
 
-def test_a_copy_has_no_memory_and_shares_what_was_shared() -> None:
+def test_a_copy_and_a_model_that_is_made_have_no_memory_and_share_what_was_shared() -> None:
     model = Shared()
     before = copy.deepcopy(model.state_dict())
     with FakeTensorMode() as mode:
@@ -54,9 +54,7 @@ def test_a_copy_has_no_memory_and_shares_what_was_shared() -> None:
         found(torch.empty(2, 6)).sum().backward()
     assert held == storage_bytes(theirs)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_model_that_is_made_takes_no_memory_and_may_read_what_it_makes_on_the_cpu() -> None:
+    # A model that is made inside may read what it makes on the CPU.
     with construct_on_meta():
         made = Shared()
         nn.init.orthogonal_(made.first.weight)

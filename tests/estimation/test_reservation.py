@@ -1,7 +1,5 @@
 """Steps on fake tensors: their allocator requests, and what the allocator reserves for them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +19,7 @@ from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.simulated_step import FollowedStep, SimulatedStep, followed_by_plan, reservation_of
 from rotor_py.estimation.simulated_target import prediction_for
 from rotor_py.report import Report
-from rotor_solver import store_all
+from tests.checkpointable.steps import between
 
 H100 = find_device("h100")
 MiB = 2**20
@@ -37,7 +35,6 @@ class Layer(nn.Module):
 
 
 def layers() -> nn.Module:
-    """The output of each fits badly where that of another was."""
     widths = [256, 704, 448, 832, 320, 960, 576, 256, 896, 384, 640, 1024, 512]
     return nn.Sequential(*(Layer(*pair) for pair in pairwise(widths)))
 
@@ -57,39 +54,24 @@ class Residual(nn.Module):
         return value
 
 
-@contextmanager
-def measured() -> Iterator[Callable[[float], SimulatedStep]]:
-    """Steps by plans for limits between the least and storing everything."""
-    model, value, loss = Residual(), torch.empty(8192, 256), torch.mean
-    mode = DeviceFakeMode()
+def test_a_step_that_is_followed_allocates_what_the_plan_says_and_leaves_nothing() -> None:
+    model, value, mode = Residual(), torch.empty(8192, 256), DeviceFakeMode()
     without_memory = FakeCopies(mode)
     with using(prediction_for(H100)), mode:
         fake, sample = without_memory.model(model).train(), without_memory.value(value)
         optimizer = torch.optim.AdamW(fake.parameters())
-        network = Checkpointable(fake, loss=loss, optimizer=optimizer, fresh_grads=True, cache=False)
+        network = Checkpointable(fake, loss=torch.mean, optimizer=optimizer, fresh_grads=True, cache=False)
         network.measure(sample)
-        budget = network.budget
-        least, most = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
-
-        def planned(share: float) -> SimulatedStep:
-            network.compute_sequence(int(least + share * (most - least)))
-            return SimulatedStep(network, sample, loss, optimizer, fresh_grads=True)
-
-        yield planned
-
-
-def test_a_step_that_is_followed_allocates_what_the_plan_says_and_leaves_nothing() -> None:
-    with measured() as planned:
         for share in (0.0, 0.6):
-            step = planned(share)
-            sequence = step.network.sequence
+            sequence = network.compute_sequence(between(network, share))
+            step = SimulatedStep(network, sample, torch.mean, optimizer, fresh_grads=True)
             followed = replay(followed_by_plan(step, H100).events).allocated_bytes
             assert ("^1" in str(sequence)) == (share > 0), "stored in part"
-            assert followed == pytest.approx(step.network.budget.peak_bytes(sequence), rel=0.001)
-            assert not step.optimizer.state
-            assert [group["foreach"] for group in step.optimizer.param_groups] == [None]
-            assert all(each.grad is None for each in step.network.parameters())
-            assert step.network.watch is None
+            assert followed == pytest.approx(network.budget.peak_bytes(sequence), rel=0.001)
+            assert not optimizer.state
+            assert [group["foreach"] for group in optimizer.param_groups] == [None]
+            assert all(each.grad is None for each in network.parameters())
+            assert network.watch is None
 
 
 class Unread(nn.Module):
@@ -114,7 +96,6 @@ def test_what_a_step_takes_stands_beside_what_the_plan_promises() -> None:
 
 
 def with_memory(size: int) -> Device:
-    """A device whose allocator can have `size` bytes."""
     return replace(H100, name="a small one", memory_bytes=H100.context_bytes + size)
 
 

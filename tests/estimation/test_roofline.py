@@ -26,7 +26,6 @@ SIMPLE = Device(name="one of each", memory_bytes=10**9, rates=RATES, compute_cap
 
 
 def sums(run: Callable[[], object]) -> tuple[int, int]:
-    """Operations and bytes of what `run` calls, on fake tensors that it makes itself."""
     with FakeTensorMode(), Calls() as calls:
         run()
     return sum(operations_of(*each) for each in calls.seen), sum(bytes_of(*each) for each in calls.seen)
@@ -170,12 +169,16 @@ def embedding(tokens: int, rows: int, width: int = 64) -> None:
     backward_of(table(torch.zeros(tokens, dtype=torch.long)))
 
 
-def test_the_backward_of_an_embedding_sorts_long_batches_and_sums_them_in_32_bits() -> None:
+def test_backwards_of_embeddings_sort_long_batches_and_those_of_norms_sum_narrow_rows_in_two_steps() -> None:
     assert largest(embedding, 3072, 10_000) == 0  # one kernel, without sorting
     parts = 400 + 4000
     assert largest(embedding, 4000, 10_000) == parts * 64 * 4 + 8 * (2 * 4000 + 3 * 4000 + parts)
     assert largest(embedding, 4000, 50, width=1) == 8 * 5 * 4000  # sorting holds more than summing
     assert largest(embedding, 4000, 50) < largest(embedding, 4000, 10_000)  # no more sums than rows
+    assert largest(norm, 64 * 1024, 64) == 0
+    parts = 128 * 1024 // 32
+    assert largest(norm, 128 * 1024, 64) == 2 * parts * 64 * 2 + largest(summed, parts, 64)
+    assert largest(norm, 128 * 1024, 4096) == 0
 
 
 def norm(rows: int, width: int) -> None:
@@ -183,18 +186,11 @@ def norm(rows: int, width: int) -> None:
     backward_of(torch.nn.LayerNorm(width, dtype=HALF)(value))
 
 
-def test_the_backward_of_a_norm_sums_long_batches_of_narrow_rows_in_two_steps() -> None:
-    assert largest(norm, 64 * 1024, 64) == 0
-    parts = 128 * 1024 // 32
-    assert largest(norm, 128 * 1024, 64) == 2 * parts * 64 * 2 + largest(summed, parts, 64)
-    assert largest(norm, 128 * 1024, 4096) == 0
-
-
 def summed(rows: int, width: int) -> None:
     torch.empty(rows, width).sum(0)
 
 
-def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold_and_those_of_few_rows_and_along_rows_nothing() -> None:
+def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold_and_columns_and_cublas_keep_what_they_need() -> None:
     for rows, width, measured in ((4096, 1024, 33_556_992), (1024, 1024, 8_391_168), (4096, 256, 8_389_632)):
         assert largest(summed, rows, width) == pytest.approx(measured, abs=4 * width)
     assert largest(lambda: (torch.empty(8, 8) @ torch.empty(8, 8)).relu().softmax(-1)) == 0
@@ -202,13 +198,6 @@ def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold_and_those_of_few_row
     assert largest(lambda: torch.empty(4096, 1024).sum(1)) == 0
     assert largest(lambda: torch.empty(1024, 4096).t().sum(0)) == 0
     assert largest(lambda: torch.empty(1024, 4096).sum()) == largest(lambda: torch.empty(1024, 4096).sum((0, 1))) == 0
-
-
-def unfolded(images: int, stride: int = 1) -> None:
-    torch.nn.functional.unfold(torch.empty(images, 8, 32, 32), 3, stride=stride)
-
-
-def test_convolutions_whose_channels_are_last_need_no_copies_and_columns_and_cublas_keep_what_they_need() -> None:
     assert largest(unfolded, 4) == 4 * 8 * 32 * 32 * 4
     assert largest(unfolded, 4, stride=3) == 0
 
@@ -222,6 +211,10 @@ def test_convolutions_whose_channels_are_last_need_no_copies_and_columns_and_cub
     assert workspace_bytes(find_device("h100")) == workspace_bytes(find_device("b200")) == 2 * 32 * 2**20
     assert workspace_bytes(find_device("a100-80")) == 2 * (4096 * 2 + 16 * 8) * 1024
     assert workspace_bytes(replace(find_device("l4"), vendor="cpu")) == 0
+
+
+def unfolded(images: int, stride: int = 1) -> None:
+    torch.nn.functional.unfold(torch.empty(images, 8, 32, 32), 3, stride=stride)
 
 
 @pytest.mark.gpu
