@@ -94,8 +94,7 @@ class Otherwise(Written):
 
 
 def chain(*first: type[Block]) -> nn.Sequential:
-    kinds = [*first, *[Written] * (4 - len(first))]
-    return nn.Sequential(*(kind() for kind in kinds), nn.Linear(WIDTH, 4))
+    return nn.Sequential(*(kind() for kind in (*first, Written, Written, Written)[:4]), nn.Linear(WIDTH, 4))
 
 
 def plain_chain() -> nn.Sequential:
@@ -143,7 +142,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., nn.Module]]] = {
     "chain": (plain_chain, sharded_alone),
     "layers": (chain, sharded_alone),
     "odd layers": (partial(chain, Odd, Otherwise), part_of_a_layer),
-    "tied llama": (partial(llama, tie_word_embeddings=True), sharded_alone),
+    "tied llama": (partial(llama, tie_word_embeddings=True, num_hidden_layers=1), sharded_alone),
     "skips": (Skips, sharded_alone),
     "skips together": (Skips, sharded_together),
     "skips in parts": (Skips, sharded_in_parts),

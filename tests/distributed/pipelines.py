@@ -121,7 +121,6 @@ class Pipeline:
         return [here(torch.randn(shape, generator=generator, device="cpu")) for _ in range(2)]
 
     def step(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """One step; the losses of all microbatches, where they are computed."""
         losses: list[torch.Tensor] = []
         value, target = given
         options: dict[str, Any] = {"target": target, "losses": losses} if self.last else {}
@@ -130,7 +129,6 @@ class Pipeline:
 
 
 def trained(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    """All numbers of three steps."""
     torch.manual_seed(pipeline.rank)
     parameters = [(f"{i} {name}", p) for i, m in enumerate(pipeline.models) for name, p in m.named_parameters()]
     optimizer = torch.optim.SGD([p for _, p in parameters], lr=0.1)
@@ -147,7 +145,6 @@ def trained(pipeline: Pipeline) -> dict[str, torch.Tensor]:
 
 
 def different(pipeline: Pipeline, expected: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
-    """The sequences of a planned pipeline, and the names of its numbers that differ."""
     wrong = steps.different(trained(pipeline), expected)
     return [str(model.sequence) for model in pipeline.models], wrong
 

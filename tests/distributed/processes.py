@@ -148,7 +148,6 @@ def logs() -> Iterator[list[str]]:
 
 
 def random_state() -> torch.Tensor:
-    """The state that the device's random numbers come from, on the CPU."""
     return torch.cuda.get_rng_state() if device().type == "cuda" else torch.get_rng_state()
 
 

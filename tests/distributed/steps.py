@@ -67,7 +67,6 @@ def different(found: Numbers, expected: Numbers) -> list[str]:
 
 
 def between(planned: Checkpointable, share: float) -> int:
-    """So much of the way from the least possible to storing everything, the largest of any process."""
     found = torch.tensor(single.between(planned, share))
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found)

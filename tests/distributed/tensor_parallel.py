@@ -46,7 +46,7 @@ class MLP(nn.Sequential):
 
 
 def chain() -> nn.Sequential:
-    return nn.Sequential(*(MLP() for _ in range(4)), nn.Linear(WIDTH, 4))
+    return nn.Sequential(*(MLP() for _ in range(3)), nn.Linear(WIDTH, 4))
 
 
 def columns_and_rows(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -65,7 +65,7 @@ def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
             "narrow": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
         parallelize_module(block, mesh, plan)
-    return parallelize_module(model, mesh, {"4": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
+    return parallelize_module(model, mesh, {"3": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
 
 
 class TimeFirst(nn.Module):
@@ -192,9 +192,6 @@ def loss(output: Any) -> torch.Tensor:
 def same_as_plain(
     rank: int, kind: str, parallel: str, share: float, closest: bool = False
 ) -> tuple[str, list[str], int, int, int]:
-    """As that of `steps`. With `closest`, the peak is measured as closely as can be; else, one inside the prediction
-    will do.
-    """
     return steps.same_as_plain(partial(made, kind, parallel), batches(kind, 2), loss, share, closest=closest)
 
 

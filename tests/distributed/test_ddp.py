@@ -23,7 +23,7 @@ F = nn.functional
 
 def chain() -> nn.Module:
     layers: list[nn.Module] = []
-    for _ in range(4):
+    for _ in range(3):
         layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1)]
     return nn.Sequential(*layers, nn.Linear(64, 8))
 
@@ -84,12 +84,7 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped(model: nn.Module, order: str, limit: int | None, **options: Any) -> nn.Module:
-    """DistributedDataParallel, and for `order` "outside" or "inside" a plan inside or outside it.
-
-    For "in place", the model inside is planned where it stands, as by a trainer's callback.
-
-    `limit` is that for what is made here and later.
-    """
+    """DistributedDataParallel, "outside" or "inside" a plan, or with the model planned "in place", as by a trainer."""
     if order == "outside":
         return DistributedDataParallel(Checkpointable(model, mem_limit=limit, loss=loss), **options)
     ddp = DistributedDataParallel(model, **options)
@@ -109,7 +104,6 @@ def planned_part(model: nn.Module) -> Checkpointable:
 def trained(
     rank: int, kind: str, order: str, limit: int | None, accumulated: int = 1, **options: Any
 ) -> tuple[nn.Module, Numbers]:
-    """The model after three steps of SGD, and all numbers there are."""
     before = present_bytes()
     torch.manual_seed(rank)
     model = wrapped(made(kind), order, None if limit is None else limit + before, **options)
@@ -127,10 +121,7 @@ def same_as_plain(
 
 
 def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int, int]:
-    """The sequence, and the predicted and the measured peak of a step, with the limit of each rank.
-
-    Peaks are those of what is made here, like the limits.
-    """
+    """The sequence, and the predicted and the measured peak of a step, beyond what is there before."""
     before = present_bytes()
     model = trained(rank, kind, order, limits[rank])[0]
     present_bytes()  # the optimizer's state is counted below, and is to be gone
@@ -151,16 +142,14 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
 
 def bucket_bytes(rank: int, order: str) -> tuple[int, int]:
     """The bytes that a plan has for communication, and those of all gradients."""
-    model = trained(rank, "captured", order, halfway(rank, "captured"))[0]
+    model = trained(rank, "chain", order, halfway(rank, "chain"))[0]
     budget = planned_part(model).budget
     assert budget is not None
     return budget.fixed.communication, sum(each.nbytes for each in model.parameters())
 
 
 def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
-    """Steps with and without a gradient for the input, in turn: both sequences, the stages that were measured in
-    training, and the numbers of the steps that differ from plain training.
-    """
+    """Steps with and without a gradient for the input, in turn: sequences, stages measured, steps that differ."""
     planned, measured = Checkpointable(made(kind), loss=loss), list[str]()
     inputs = [here(each["input"]) for each in batches(rank, 4)]
     for batch, gradient in zip(inputs, (True, False), strict=False):
@@ -186,7 +175,6 @@ def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
 
 
 def refusal(rank: int, kind: str, limits: list[int]) -> str:
-    """What is said where the limit of one rank is too small."""
     with pytest.raises(ValueError) as caught:
         trained(rank, kind, "outside", limits[rank] - present_bytes())
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -292,21 +280,11 @@ def sample_of(batch: int) -> torch.Tensor:
     return torch.randn(batch, 64, device=device())
 
 
-def least_of(rank: int, batch: int) -> int:
-    """The least limit of a batch, for training together."""
-    network = Checkpointable(DistributedDataParallel(made("chain")), sample_of(batch))
-    assert network.budget is not None
-    return network.budget.least_bytes()
-
-
 def chosen(rank: int, more: list[int], batch: int) -> tuple[int, str, int | None, int, bool]:
-    """The batch that is chosen where each process has `more` bytes than `batch` needs, its sequence, and its peak.
-
-    Then a step is trained by it: whether all processes have the same gradients.
-    """
+    """The batch chosen with `more` bytes than `batch` needs, its sequence and peak; whether gradients are the same."""
     model = DistributedDataParallel(made("chain"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    limit = least_of(rank, batch) + more[rank]
+    limit = Checkpointable(DistributedDataParallel(made("chain")), sample_of(batch)).budget.least_bytes() + more[rank]
     found = largest_batch(model, sample_of, limit, optimizer=optimizer)
     found.network(sample_of(found.batch) + rank).square().mean().backward()
     gradient = model.module[0].weight.grad

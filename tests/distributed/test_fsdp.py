@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.utils import _to_kwargs
 
 from rotor_profiling import stage_signature
 from rotor_profiling.stage.seconds import StageSeconds
@@ -25,7 +24,7 @@ from rotor_py.capture import fsdp_markers
 from rotor_py.distributed.sharding import ShardGroup, gathered, groups_of, sharding_of
 from rotor_py.measure import rounds
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
-from tests.distributed.processes import Processes, assert_same_inside, device, here, kept, logs, mesh, present_bytes
+from tests.distributed.processes import Processes, assert_same_inside, here, kept, logs, mesh
 from tests.distributed.steps import between, same_as_plain
 
 slow = pytest.mark.slow
@@ -43,7 +42,6 @@ def free_to_store_in_part() -> Iterator[None]:
 def same(
     rank: int, kind: str, options: str = "plain", accumulated: int = 1, share: float = 0.5
 ) -> tuple[str, list[str], int, int, int]:
-    """As `same_as_plain` for a model of `fully_shard`."""
     make, given = partial(made, kind, options), batches(kind, rank, 2 * accumulated)
     return same_as_plain(make, given, loss, share, accumulated, seed=rank)
 
@@ -63,7 +61,6 @@ def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any,
 
 
 def same_step(networks: list[nn.Module], seed: int = 1, **batch: torch.Tensor) -> None:
-    """Assert that a step has the same loss and gradients for both."""
     found = []
     for network in networks:
         torch.manual_seed(seed)
@@ -78,9 +75,8 @@ def same_step(networks: list[nn.Module], seed: int = 1, **batch: torch.Tensor) -
 def around_a_step(rank: int, folder: str) -> None:
     """A first step that plans, a smaller batch, other plans, a model with a plan from a file, and eval mode."""
     batch, plain = here(batches("skips", rank, 1)[0]), made("skips", "mixed")
-    own = sum(p.to_local().nbytes for p in plain.parameters())  # parameters and gradients; of `plain` as well on CUDA
-    before = present_bytes() + (device().type == "cuda") * own
-    planned = Checkpointable(made("skips", "mixed"), mem_limit=985_000 + 2 * own + before, loss=loss)
+    limit = between(Checkpointable(made("skips", "mixed"), batch, loss=loss), 0.3)
+    planned = Checkpointable(made("skips", "mixed"), mem_limit=limit, loss=loss)
     for value in (batch["value"], batch["value"][:3]):
         same_step([plain, planned], value=value)
         assert "CF_" in str(planned.sequence)
@@ -133,7 +129,7 @@ def stored_in_part(rank: int, kind: str) -> tuple[list[bool], int]:
 
 
 def kinds(rank: int) -> int:
-    """How many kinds of layers are measured of four blocks that are sharded alike, and a head."""
+    """How many kinds of layers are measured of blocks that are sharded alike, and a head."""
     model, value = made("layers", "plain"), here(batches("layers", rank, 1)[0])["input"].requires_grad_()
     found = set()
     for layer in model:
@@ -206,19 +202,6 @@ def refusal(rank: int, kind: str) -> str:
         with pytest.raises(UnsupportedModelError) as caught:
             Checkpointable(model)(torch.randn(LENGTH, WIDTH))
     return str(caught.value)
-
-
-def begun_with_nothing(rank: int) -> tuple[Any, ...]:
-    """What a group returns where no input needs a gradient, with a hook that moves inputs as FSDP's does on CUDA."""
-    group = groups_of(made("chain", "plain"))[0]
-    (hook,) = group._before
-
-    def moving(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        moved_args, moved_kwargs = _to_kwargs(args, kwargs, device(), False)
-        return moved_args[0], moved_kwargs[0]
-
-    group.modules[0]._forward_pre_hooks[hook] = moving
-    return group.enter(0, ())
 
 
 @pytest.mark.parametrize(
@@ -302,10 +285,6 @@ def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all_proce
     for said in processes.run(refusal, kind):
         assert cause in said
         assert "\n" not in said
-
-
-def test_a_module_may_begin_without_an_input_that_needs_a_gradient(one_process: Processes) -> None:
-    assert one_process.run(begun_with_nothing) == [()]
 
 
 def test_a_captured_model_is_planned_in_a_process_alone_too(one_process: Processes) -> None:

@@ -27,7 +27,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 def made() -> nn.Module:
     torch.manual_seed(0)
-    return Stack(*(Block(WIDTH) for _ in range(3)))
+    return Stack(*(Block(WIDTH) for _ in range(2)))
 
 
 def batch(rank: int) -> torch.Tensor:
