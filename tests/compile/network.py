@@ -101,9 +101,13 @@ ROWS = 256
 def whole(limit: int | str, loss: Any = loss, make: Any = Net, blocks: int = 2) -> Checkpointable:
     """A network that runs compiled as a whole, or else stage by stage, whatever was measured."""
     torch.manual_seed(0)
+
+    def equally_long(_: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:  # then fewer are faster
+        return {node: replace(cost, seconds=1e-6, keeping=0.0) for node, cost in costs.items()}
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor_py.capture.variants.slower", lambda *_: False)
-        patch.setattr("rotor_py.compile.partition.fused_costs", _equally_long)
+        patch.setattr("rotor_py.compile.partition.fused_costs", equally_long)
         found = Checkpointable(
             make(blocks), batch(ROWS), limit, compile=True, loss=loss, fresh_grads=True, granularity=2
         )
@@ -111,11 +115,6 @@ def whole(limit: int | str, loss: Any = loss, make: Any = Net, blocks: int = 2) 
     plan.turn_to(plan.ways[0])
     found.sequence = store_all(found.chain)
     return found
-
-
-def _equally_long(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
-    """Every operator takes as long as any other, so that recomputing fewer of them is faster."""
-    return {node: replace(cost, seconds=1e-6, keeping=0.0) for node, cost in costs.items()}
 
 
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +145,6 @@ class Compilations:
 
 
 def share_of(free: Checkpointable, share: float) -> int:
-    """A limit that leaves this share of the activations' memory."""
     fixed = free.budget.fixed.total
     return fixed + int((peak(free) - fixed) * share)
 
@@ -156,7 +154,6 @@ def peak(found: Checkpointable) -> int:
 
 
 def measured(found: Checkpointable, value: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> int:
-    """The measured peak of a second step."""
     found.watch, before = False, copy.deepcopy(found.model.state_dict())
     try:
         return [step_peak(found, value, fresh_grads=True, loss=loss) for _ in range(2)][-1]
@@ -165,7 +162,6 @@ def measured(found: Checkpointable, value: torch.Tensor, loss: Callable[[torch.T
 
 
 def middle(found: Checkpointable) -> Sequence:
-    """A sequence that computes some stages again, and is not the one that needs least."""
     return found.budget.solve(between(found, 0.5), Persistent())
 
 

@@ -53,7 +53,9 @@ def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: li
     assert len(seen) == 1
 
 
-def test_modes_and_options_are_those_of_torch_compile_but_another_backend(caplog: pytest.LogCaptureFixture) -> None:
+def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cuda_graphs_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tuned = ("coordinate_descent_tuning", True), ("max_autotune", True)
     given: Any
     for given, inductor in (
@@ -76,23 +78,6 @@ def test_modes_and_options_are_those_of_torch_compile_but_another_backend(caplog
         found.compile(backend="aot_eager")
     with pytest.raises(TypeError):
         found.compile(modus="default")
-
-
-def test_torch_compile_around_the_model_compiles_nothing_and_says_so_once(seen, caplog) -> None:
-    found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, granularity=3)
-    around = torch.compile(found, mode="reduce-overhead")
-    for _ in range(2):
-        loss(around(batch())).backward()
-    assert seen == []
-    assert len(logged(caplog, "compile_ignored", name="torch.compile")) == 1
-    made = gradients(found)
-    found.zero_grad()
-    for _ in range(2):
-        loss(found.model(batch())).backward()
-    assert all(map(torch.equal, made, gradients(found)))
-
-
-def test_cuda_graphs_are_refused() -> None:
     for asked in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
         with raises(ValueError, "cuda_graphs"):
             planned().compile(**asked)
@@ -105,17 +90,26 @@ def test_cuda_graphs_are_refused() -> None:
         with raises(ValueError, "cuda_graphs", name=name):
             Checkpointable(Net(1), compile=True)
         Checkpointable(Net(1), compile={"triton.cudagraphs": False})
+    for mode, words in (("reduce-overhead", "without CUDA graphs"), ("default", "takes no mode")):
+        result = CliRunner().invoke(main, ["net.py", "--compile", mode])
+        assert (result.exit_code, words in result.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(("mode", "words"), [("reduce-overhead", "without CUDA graphs"), ("default", "takes no mode")])
-def test_the_command_takes_no_mode(tmp_path: Path, mode: str, words: str) -> None:
-    result = CliRunner().invoke(main, [str(tmp_path / "net.py"), "--compile", mode])
-    assert result.exit_code == 2
-    assert words in result.stderr
-
-
-def test_a_plan_from_a_file_is_followed_uncompiled(tmp_path, seen, caplog) -> None:
-    found = Checkpointable(Wide(3), batch(), "1GB", loss=loss, granularity=3)
+def test_torch_compile_around_the_model_and_plans_from_files_compile_nothing_and_say_so_once(
+    seen, caplog, tmp_path: Path
+) -> None:
+    found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, granularity=3)
+    around = torch.compile(found, mode="reduce-overhead")
+    for _ in range(2):
+        loss(around(batch())).backward()
+    assert seen == []
+    assert len(logged(caplog, "compile_ignored", name="torch.compile")) == 1
+    made = gradients(found)
+    found.zero_grad()
+    for _ in range(2):
+        loss(found.model(batch())).backward()
+    assert all(map(torch.equal, made, gradients(found)))
+    # Nor does a plan from a file.
     found.save_plan(tmp_path / "plan.json")
     followed = Checkpointable(Wide(3), plan=tmp_path / "plan.json", granularity=3)
     followed.compile()

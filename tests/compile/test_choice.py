@@ -85,14 +85,9 @@ def test_a_stage_that_cannot_be_compiled_runs_as_it_is(monkeypatch, caplog) -> N
     assert_same_step(found, copy.deepcopy(found.model), batch(), loss=loss)
 
 
-@pytest.fixture(scope="module")
-def budgeted() -> Checkpointable:
-    """A network with dropout and batch norms, some of whose compiled stages can be stored in other ways."""
-    return network(blocks=6, budgets=True)
-
-
 @pytest.mark.slow
-def test_ways_keep_less_with_the_same_bits_and_the_predicted_peak_also_from_a_file(budgeted, tmp_path) -> None:
+def test_ways_keep_less_with_the_same_bits_and_the_predicted_peak_also_from_a_file(tmp_path) -> None:
+    budgeted = network(blocks=6, budgets=True)
     measurement = budgeted._planner.in_use.measurement
     others = [stage for stage, names in enumerate(measurement.way_names) if names]
     assert len(others) > 1, "no stage has another way"
@@ -110,29 +105,20 @@ def test_ways_keep_less_with_the_same_bits_and_the_predicted_peak_also_from_a_fi
     assert 0.98 * peak(budgeted) <= measured(budgeted, batch()) <= peak(budgeted)
 
 
-class Code:
-    """What runs a stage, with an error in its output, its gradients or its random numbers."""
-
-    def __init__(self, where: str = "nowhere") -> None:
-        self._where = where
-
-    def run(self, stage: nn.Module, value: torch.Tensor) -> torch.Tensor:
-        if self._where == "random":
-            torch.rand(())
-        made: torch.Tensor = stage(value)
-        off = made.detach() * 1e-6
-        if self._where == "gradient":
-            made = made + 1e-6 * (made - made.detach())
-        return made + off if self._where == "output" else made
-
-
 @pytest.mark.parametrize("where", ["nowhere", "output", "gradient", "random"])
 def test_a_way_is_taken_only_if_all_its_numbers_are_the_usual_ones(where: str) -> None:
+    def other(stage: nn.Module, value: torch.Tensor) -> torch.Tensor:
+        if where == "random":
+            torch.rand(())
+        made = stage(value)
+        if where == "gradient":
+            made = made + 1e-6 * (made - made.detach())
+        return made + 1e-6 * made.detach() if where == "output" else made
+
     stage = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.3))
     before = {name: each.clone() for name, each in stage.state_dict().items()}
-    usual: Any = Code()
-    other: Any = Code(where)
-    assert same_bits(stage, torch.randn(16, 8), [True], usual, other) == (where == "nowhere")
+    codes: Any = [SimpleNamespace(run=run) for run in (lambda stage, value: stage(value), other)]
+    assert same_bits(stage, torch.randn(16, 8), [True], *codes) == (where == "nowhere")
     assert same(stage.state_dict().values(), before.values())
     assert all(each.grad is None for each in stage.parameters())
 

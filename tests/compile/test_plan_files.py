@@ -17,23 +17,17 @@ from tests.fields import raises
 EAGER_DRAWS = {"fallback_random": True}
 
 
-@pytest.fixture
-def saved(compiled: Checkpointable, tmp_path: Path) -> tuple[Checkpointable, Path]:
-    """A model that recomputes some of its compiled stages, and the file of its plan."""
-    compiled.sequence = middle(compiled)
-    compiled.save_plan(tmp_path / "saved.json")
-    return compiled, tmp_path / "saved.json"
-
-
 def loaded(path: Path, blocks: int = 4, **given: Any) -> Checkpointable:
     torch.manual_seed(0)
     return Checkpointable(Net(blocks), plan=path, granularity=blocks, **given)
 
 
 def test_who_loads_it_has_the_same_numbers_but_with_no_other_torch_and_no_option_that_is_no_data(
-    saved, monkeypatch: pytest.MonkeyPatch
+    compiled: Checkpointable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, path = saved
+    found, path = compiled, tmp_path / "saved.json"
+    found.sequence = middle(found)  # recomputes some of the compiled stages
+    found.save_plan(path)
     assert loaded(path, compile=True).compiled == found.compiled
     again = loaded(path)
     assert again.compiled == found.compiled

@@ -31,7 +31,6 @@ from tests.fields import logged
 
 @pytest.fixture(scope="module")
 def free() -> Checkpointable:
-    """Without a limit that matters."""
     return whole("1GB", make=Wide)
 
 
@@ -154,15 +153,14 @@ def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_inductor(monkeypatch)
-    plain = Checkpointable(Wide(3), batch(ROWS), "1GB", loss=loss, fresh_grads=True, granularity=3)
+    plain = Checkpointable(Wide(2), batch(ROWS), "1GB", loss=loss, fresh_grads=True, granularity=2)
     plain.compute_sequence()
     roomy = CompileBudget.partitioner
     monkeypatch.setattr(CompileBudget, "partitioner", lambda room, _: roomy(room, 10**12))
     monkeypatch.setattr(CompileBudget, "taken", lambda *_: 0)  # as if all beside the graph were overlooked
     torch.manual_seed(0)
-    found = Checkpointable(
-        Wide(3), mem_limit=share_of(plain, 0.7), compile=True, loss=loss, fresh_grads=True, granularity=3
-    )
+    limit = share_of(plain, 0.7)
+    found = Checkpointable(Wide(2), mem_limit=limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
     for _ in range(3):
         found.zero_grad()
         loss(found(batch(ROWS))).backward()

@@ -87,7 +87,6 @@ def take_step(model: nn.Module, run: Any, value: torch.Tensor) -> Step:
 
 @contextmanager
 def seen_candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Candidate]]]:
-    """What every graph that is compiled inside could be chosen from."""
     found: list[list[Candidate]] = []
     plain = partitioner.candidates
 
@@ -101,7 +100,6 @@ def seen_candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Candi
 
 
 def noted_usual(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JointGraph, Candidate]]:
-    """Every graph that is partitioned for Inductor from now on, and PyTorch's partition of it."""
     found: list[tuple[JointGraph, Candidate]] = []
     honest = partitioner.by_torch
 

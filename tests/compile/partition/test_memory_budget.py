@@ -76,13 +76,18 @@ def test_a_larger_batch_is_partitioned_for_itself() -> None:
         run(torch.randn(3000, WIDTH)).backward()
 
 
-def test_nothing_compiled_inside_is_said() -> None:
+def test_nothing_compiled_inside_is_said_and_caches_tell_budgets_apart() -> None:
     with warns("budget_unused"), memory_budget("1GB"):
         pass
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with memory_budget("1GB"):
             torch.compile(chain(), backend="aot_eager")
+    first, same, other = BudgetPartitioner("1GB"), BudgetPartitioner("1GB"), BudgetPartitioner("2GB")
+    assert first == same != other
+    assert first.uuid() == same.uuid() != other.uuid()
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert copy.deepcopy(first) is first
 
 
 def test_backends_that_do_not_partition_and_other_partitioners_are_refused() -> None:
@@ -116,14 +121,6 @@ def test_graph_breaks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rotor_py"), memory_budget(budget):
         torch.compile(Broken(), backend="aot_eager")(torch.randn(256, WIDTH)).backward()
     assert logged(caplog, "graphs_over_budget", graphs=2)
-
-
-def test_caches_tell_budgets_apart() -> None:
-    first, same, other = BudgetPartitioner("1GB"), BudgetPartitioner("1GB"), BudgetPartitioner("2GB")
-    assert first == same != other
-    assert first.uuid() == same.uuid() != other.uuid()
-    assert pickle.loads(pickle.dumps(first)) == first
-    assert copy.deepcopy(first) is first
 
 
 @pytest.mark.slow

@@ -56,13 +56,11 @@ def test_what_a_partition_saves_is_known_from_its_graph() -> None:
     assert saved_bytes(output, *model.parameters(), *model.buffers(), value) == weight.saved
 
 
-def test_a_compiled_stage_saves_its_weights_and_no_copies() -> None:
+def test_a_compiled_stage_saves_its_weights_and_no_copies_by_a_pass_that_runs_after_others() -> None:
     stage, value = nn.Conv2d(16, 16, 3), torch.randn(1, 16, 5, 5)
     made = compile_code(stage, value, [True], ()).run(stage, value.requires_grad_())
     assert saved_bytes(made, *stage.parameters(), value) == 0
 
-
-def test_other_passes_over_graphs_run_before() -> None:
     class Other(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None: ...
 

@@ -66,16 +66,6 @@ def test_the_peak_is_that_of_the_graph(more: tuple[int, int], units: int) -> Non
     assert 0 <= watches[0].peak - units * UNIT < SCALARS
 
 
-def test_nothing_listens_on_where_there_is_no_backward() -> None:
-    watch = GraphWatch(CPU, UNIT)
-    made = Code.apply(torch.ones(2**16, requires_grad=True), (0, 0))
-    watch.forward_returned([made])
-    assert torch.autograd._profiler_enabled()
-    del made
-    assert not torch.autograd._profiler_enabled()
-    assert watch.peak is None
-
-
 class Compilations:
     """Code that takes so many units more with each compilation; notes the reserve and the fusions of each."""
 
@@ -112,7 +102,9 @@ def test_forwards_in_flight_together_are_not_judged() -> None:
     assert compilations.asked == [(0, False), (3, True)]
 
 
-def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept_and_nothing_listens_without_a_backward(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     compilations = Compilations(1, 3)
     graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
     for _ in range(6):
@@ -128,6 +120,13 @@ def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest
     del made
     gc.collect()
     assert 0 <= watch.peak - 5 * UNIT < SCALARS
+    watch = GraphWatch(CPU, UNIT)
+    made = Code.apply(torch.ones(2**16, requires_grad=True), (0, 0))
+    watch.forward_returned([made])
+    assert torch.autograd._profiler_enabled()
+    del made
+    assert not torch.autograd._profiler_enabled()
+    assert watch.peak is None
 
 
 @pytest.mark.slow  # Inductor compiles a Llama twice, or three times: by the times of its operators, it is cut otherwise
