@@ -16,7 +16,7 @@ from torch import nn
 from rotor_py import models
 from rotor_py.models.resnet import BasicBlock, Bottleneck
 from tests.fields import raises
-from tests.models.conftest import layers, network
+from tests.models.conftest import network
 
 
 def test_options_set_the_last_layer_and_of_resnet_replace_norms_make_groups_and_dilate():
@@ -41,15 +41,12 @@ def test_zero_init_residual_starts_blocks_as_the_identity(block):
     models.ResNet(block, (1, 1, 1, 1), zero_init_residual=True, norm_layer=norm)
 
 
-def test_resnet_starts_with_the_variance_of_kaiming_and_inception_with_truncated_normals_unless_told_otherwise():
+def test_weights_start_with_the_variance_of_kaiming_or_truncated_normals_or_as_torch_has_them_if_told_so():
     weight = models.ResNet(BasicBlock, (1, 1, 1, 1)).layer4[0].conv2.weight
     assert weight.std().item() == pytest.approx(math.sqrt(2 / (512 * 9)), rel=0.01)
     assert models.inception_v3().Mixed_7c.branch1x1.conv.weight.std().item() == pytest.approx(0.1, rel=0.01)
     plain = models.inception_v3(init_weights=False).Mixed_7c.branch1x1.conv.weight
     assert plain.abs().max().item() <= 1 / math.sqrt(2048)
-
-
-def test_vgg_initialises_its_weights_unless_told_otherwise():
     features = nn.Sequential(nn.Conv2d(3, 4, 3))
     with torch.device("meta"):
         thin = models.VGG(features, init_weights=False, dropout=0.25)
@@ -77,28 +74,6 @@ def test_bad_arguments_are_refused(build, kind, name):
         build()
 
 
-@pytest.mark.parametrize(
-    ("build", "size"),
-    [
-        (lambda: models.ResNet(BasicBlock, (2, 1, 1, 1)), 32),
-        (lambda: models.ResNet(Bottleneck, (2, 1, 1, 1)), 32),
-        (lambda: models.PreActResNet((2, 1, 1)), 8),
-        (lambda: models.DenseNet(4, (2, 2), 8, bn_size=2, drop_rate=0.5), 32),
-        (lambda: models.inception_v3(transform_input=True, init_weights=False), 75),
-    ],
-)
-def test_only_relu_layers_write_into_their_input_and_every_parameter_gets_a_gradient(build, size):
-    model = build()
-    value = image = torch.randn(2, 3, size, size)
-    for layer in layers(copy.deepcopy(model)):
-        version = value._version
-        output = layer(value)
-        assert isinstance(layer, nn.ReLU) or value._version == version
-        value = output.detach()
-    model(image).square().sum().backward()
-    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
-
-
 def test_slices_are_plain_sequentials_that_share_the_layers_and_the_classifier_can_be_assigned():
     model = models.PreActResNet((1, 1, 1))
     body = model[:-3]
@@ -111,14 +86,6 @@ def test_slices_are_plain_sequentials_that_share_the_layers_and_the_classifier_c
 
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "torchvision.json").read_text())
-NUMBER_OF_LAYERS = {
-    "densenet121": 79, "densenet161": 99, "densenet169": 103, "densenet201": 119, "inception_v3": 32,
-    "resnet18": 15, "resnet34": 23, "resnet50": 23, "resnet101": 40, "resnet152": 57,
-    "resnet200": 73, "resnet1001": 339, "vgg11": 30, "vgg11_bn": 38, "vgg13": 34,
-    "vgg13_bn": 44, "vgg16": 40, "vgg16_bn": 53, "vgg19": 46, "vgg19_bn": 62,
-}  # fmt: skip
-
-
 DEEP = ["densenet161", "densenet169", "densenet201", "resnet101", "resnet152", "resnet200", "resnet1001"]
 NAMES = [name for name in models.__all__ if name.islower()]
 
@@ -128,7 +95,6 @@ def test_a_network_is_a_plain_sequential_with_the_keys_of_torchvision_and_as_man
     model = network(name)
     assert isinstance(model, nn.Sequential)
     assert type(model).forward is nn.Sequential.forward
-    assert len(list(layers(model))) == NUMBER_OF_LAYERS[name]
     parameters, state = sum(each.numel() for each in model.parameters()), model.state_dict()
     if name == "resnet1001":  # as many layers as its name says
         weighted = [path for path, each in model.named_modules() if isinstance(each, nn.Conv2d | nn.Linear)]
@@ -143,15 +109,11 @@ def test_a_network_is_a_plain_sequential_with_the_keys_of_torchvision_and_as_man
         getattr(models, name)(nonsense=1)
 
 
-def with_old_keys(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The keys of torchvision's files: `denselayer1.norm.1.weight`, not `denselayer1.norm1.weight`."""
-    return {re.sub(r"(denselayer\d+\.)(norm|conv)([12])\.", r"\1\2.\3.", key): value for key, value in state.items()}
-
-
 @pytest.mark.parametrize("prefix", ["", "backbone.inner."])
 def test_densenet_and_its_copies_load_files_with_the_old_keys(prefix):
     source, target = (models.DenseNet(4, (2, 1), 8, bn_size=2, num_classes=3) for _ in range(2))
-    state = with_old_keys(source.state_dict())
+    pattern = r"(denselayer\d+\.)(norm|conv)([12])\."  # in torchvision's files `norm.1`, not `norm1`
+    state = {re.sub(pattern, r"\1\2.\3.", key): value for key, value in source.state_dict().items()}
     assert "features.denseblock1.denselayer2.conv.1.weight" in state
     file = {prefix + key: value for key, value in state.items()}
     keys = list(file)

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from rotor_py import models
 from rotor_py.models.resnet import BasicBlock, Bottleneck
-from tests.models.conftest import network
+from tests.models.conftest import layers, network
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 def step(model: nn.Module, forward: Forward, image: Tensor) -> dict[str, Tensor]:
-    """Everything a training step leaves behind."""
     torch.manual_seed(1)
     image = image.clone().requires_grad_()
     output = forward(model, image)
@@ -172,9 +171,16 @@ RESNETS = [
         (partial(models.inception_v3, init_weights=False), inception_forward, 75),
     ],
 )
-def test_a_step_is_that_of_the_network_as_torchvision_writes_it(make, forward, size):
+def test_a_step_is_that_of_the_network_as_torchvision_writes_it_and_only_relus_write_into_their_input(
+    make, forward, size
+):
     model = make()
     twin, image = copy.deepcopy(model), torch.randn(2, 3, size, size)
+    value = image.clone()
+    for layer in layers(copy.deepcopy(model)):
+        version, output = value._version, layer(value)
+        assert isinstance(layer, nn.ReLU) or value._version == version
+        value = output.detach()
     chain, expected = step(model, nn.Module.__call__, image), step(twin, forward, image)
     assert chain.keys() == expected.keys()
     assert [key for key in chain if not torch.equal(chain[key], expected[key])] == []
