@@ -178,25 +178,14 @@ def test_bytes_that_only_grow_are_followed_to_a_batch_that_fits_and_whose_next_w
         assert not found.beyond_measured or needs[found.batch + 1] > limit
 
 
-def test_a_law_without_a_bend_is_measured_where_it_leads_and_nowhere_else():
+def test_a_law_is_measured_where_it_leads_step_by_step_so_that_a_bend_shows_and_within_the_rounding_of_an_allocator():
     found, asked = find(range(1, 1000), [100 + 7 * batch for batch in range(1000)], 100 + 7 * 14)
     assert (found, asked) == (Largest(14, 198, 15, 205), [14])
     assert find([8, 16], [100 * batch for batch in range(20)], 799) == (None, []), "none fits by the law"
-
-
-def test_batches_grow_step_by_step_so_that_a_bend_shows_while_there_is_room():
     needs = [10 * batch for batch in range(100)] + [1000 * batch for batch in range(100, 1000)]
     found, asked = find(range(1, 1000), needs, 5000)
     assert (found.batch, found.beyond_measured) == (99, True)
     assert max(asked) <= 256
-
-
-def test_a_prediction_within_the_rounding_of_an_allocator_is_measured():
     needs = [-(-(1000 * batch) // 512) * 512 for batch in range(100)]
     found = largest(range(1, 100), needs.__getitem__, {batch: needs[batch] for batch in (2, 4)}, 10_240, slack=2048)
     assert (found.batch, found.beyond_measured) == (10, True)
-
-
-def test_measured_batches_that_are_no_candidates_do_not_end_the_search():
-    for limit in (35, 45, 55, 65, 89):
-        assert find(range(3, 65, 3), [10 * batch for batch in range(65)], limit)[0].batch == limit // 30 * 3

@@ -89,7 +89,7 @@ def test_training_through_it_is_plain_training(config: CheckpointConfig) -> None
     assert_same(found, steps(plain, plain, batch()))
 
 
-def test_training_through_it_takes_less_memory_and_still_less_in_half_precision() -> None:
+def test_training_through_it_takes_less_memory_and_what_the_backward_starts_from_is_there_once() -> None:
     layers, value = tower(), batch(1024)
 
     def peak(*given: Any) -> int:
@@ -101,9 +101,6 @@ def test_training_through_it_takes_less_memory_and_still_less_in_half_precision(
     assert kept < 0.6 * peak(0)
     # seven checkpoints in half their size, less what the one that is used takes in both
     assert kept - peak(1, 64, True) > 2 * 1024 * WIDTH * 4
-
-
-def test_what_the_backward_starts_from_is_in_memory_once() -> None:
     layers, value = tower(), batch(1024)
     checkpointer = ActivationCheckpointer(CheckpointConfig(3, use_mixed_precision=True))
     output = checkpointer.checkpointed_forward(value, layers)

@@ -72,7 +72,7 @@ def test_the_memory_that_is_told_is_the_memory_that_is_kept() -> None:
     assert nothing.memory_savings == 0.0
 
 
-def test_evaluation_and_no_grad_are_the_segments() -> None:
+def test_evaluation_and_no_grad_are_the_segments_which_may_be_functions_without_parameters_of_others() -> None:
     parts = segments()
     network, value = CheckpointedNetwork(parts).eval(), batch()
     assert torch.equal(network(value), nn.Sequential(*parts)(value))
@@ -80,9 +80,6 @@ def test_evaluation_and_no_grad_are_the_segments() -> None:
     network.train()
     with torch.no_grad():
         assert not network(value).requires_grad
-
-
-def test_segments_may_be_functions_but_not_with_parameters_of_others() -> None:
     value = torch.randn(5, 5, requires_grad=True)
     CheckpointedNetwork([torch.sin, lambda x: x * 2])(value).sum().backward()
     assert torch.equal(value.grad, 2 * value.detach().cos())

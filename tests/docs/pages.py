@@ -36,19 +36,16 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """The README and all pages, the index last."""
     found = sorted((ROOT / "docs").glob("*.md"), key=lambda path: (path.name == "README.md", path.name))
     return [ROOT / "README.md", *found]
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in their order."""
     text = page.read_text(encoding="utf-8")
     return [Block(match["kind"], match["text"], match["reason"]) for match in _BLOCK.finditer(text)]
 
 
 def commands(text: str) -> list[Command]:
-    """The commands of a `console` block."""
     found: list[Command] = []
     for line in filter(None, text.splitlines()):
         if line.startswith("$ "):

@@ -20,7 +20,7 @@ def names(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = "batch capture compile estimate memory-budget out-of-memory pipelines report"
+LONG = "batch capture compile estimate memory-budget model-file out-of-memory pipelines report strategies"
 """Pages whose blocks take longest."""
 
 

@@ -27,7 +27,6 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture(scope="module")
 def swept(model: Checkpointable, report: Report) -> Report:
-    """The report with every strategy beside the curve."""
     facts = Facts(report.title, report.device, model.mem_limit, report.budget, report.measurement, report.sequence)
     return replace(report, sweep=sweep_of(report, 500, leanest_of_each(facts, model.model, 500)))
 
@@ -126,21 +125,20 @@ def test_pointing_at_the_curve_says_limit_peak_and_time_and_asks_for_nothing_but
 
 def test_the_heads_of_the_table_sort_it_both_ways(driver: Chrome, pages: dict[str, Path], report: Report) -> None:
     show(driver, pages["plain"], 1280, "light")
-    costs = [cost.backward_seconds for cost in report.measurement.stages]
+    costs, head = [cost.backward_seconds for cost in report.measurement.stages], heads(driver)
     for expected in (sorted(costs), sorted(costs, reverse=True)):
-        heads(driver)["backward"].click()
+        head["backward"].click()
         assert [costs[stage] for stage in order(driver)] == expected
-    heads(driver)["#"].click()
+    head["#"].click()
     assert order(driver) == list(range(len(costs))), "9 stands before 10"
-    heads(driver)["#"].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    head["#"].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
     assert order(driver) == list(reversed(range(len(costs))))
-    heads(driver)["stage"].find_element(By.TAG_NAME, "button").send_keys(Keys.SPACE)
-    assert heads(driver)["stage"].get_attribute("aria-sort") == "ascending"
-    assert heads(driver)["#"].get_attribute("aria-sort") is None
+    head["stage"].find_element(By.TAG_NAME, "button").send_keys(Keys.SPACE)
+    assert head["stage"].get_attribute("aria-sort") == "ascending"
+    assert head["#"].get_attribute("aria-sort") is None
 
 
 def point_at(driver: Chrome, element: Any, picture: str) -> str:
-    """Move the mouse there, and read what is said below the picture."""
     driver.execute_script("arguments[0].scrollIntoView({block: 'center', inline: 'center'})", element)
     box = driver.execute_script("return arguments[0].getBoundingClientRect().toJSON()", element)
     middle = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
@@ -162,6 +160,5 @@ def heads(driver: Chrome) -> dict[str, Any]:
 
 
 def order(driver: Chrome) -> list[int]:
-    """The numbers of the stages, from the top of the table down."""
-    cells = driver.find_elements(By.CSS_SELECTOR, "tbody td:first-child")
-    return [int(cell.get_attribute("data-value")) for cell in cells]
+    code = "return [...document.querySelectorAll('tbody td:first-child')].map(cell => Number(cell.dataset.value))"
+    return list(driver.execute_script(code))

@@ -26,7 +26,9 @@ def corners(line: str) -> list[tuple[float, float]]:
     return [(float(start), float(first)), *((float(x), float(y)) for x, y in re.findall(r"H([\d.]+)V([\d.]+)", line))]
 
 
-def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: Report) -> None:
+def test_the_line_has_a_corner_for_every_limit_time_is_logarithmic_and_numbers_on_an_axis_are_round(
+    report: Report,
+) -> None:
     size = report.peak_bytes
     steps = tuple(replace(point, mem_limit=point.mem_limit * size // 600) for point in STEPS)
     strategies = (Point("a", size, 3e-3, 3.0, NONE), Point("b", size, 1.0, 1000.0, NONE))
@@ -39,6 +41,8 @@ def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: R
     assert (bottom - y0) / (bottom - y1) == pytest.approx(math.log(8) / math.log(2), abs=0.1)
     assert [mark.letter for mark in picture.marks] == ["A"], "what is far above the curve is not drawn"
     assert [text.endswith("(outside the picture)") for _, text in picture.legend] == [False, True]
+    for low, high, numbers in ((0, 10, [0, 2, 4, 6, 8, 10]), (7.2, 9.1, [7.5, 8, 8.5, 9]), (3, 3, [3])):
+        assert curve_pictures.round_numbers(low, high, 6) == pytest.approx(numbers)
 
 
 def test_the_plan_lies_on_the_curve_which_fills_screen_and_phone_and_letters_stand_apart(report: Report) -> None:
@@ -80,11 +84,6 @@ def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Rep
     text = page(report, Sweep(0, 1000, STEPS[2:]))
     assert "No plan needs less than storing everything: 1.00 kB." in text
     assert 'id="curve"' not in text
-
-
-def test_numbers_on_an_axis_are_round() -> None:
-    for low, high, numbers in ((0, 10, [0, 2, 4, 6, 8, 10]), (7.2, 9.1, [7.5, 8, 8.5, 9]), (3, 3, [3])):
-        assert curve_pictures.round_numbers(low, high, 6) == pytest.approx(numbers)
 
 
 STORED = (BatchPoint(2, 10.0, 10.0, True), BatchPoint(4, 16.0, 16.0, True))

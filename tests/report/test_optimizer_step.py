@@ -72,7 +72,7 @@ def test_the_sentence_is_in_text_and_page_with_both_numbers(report: Report) -> N
     assert before.peak_reason().startswith("The peak is in the layers before the chain: 1.0")
 
 
-def test_the_last_column_of_the_picture_is_the_optimizer_step_and_reaches_the_peak(report: Report) -> None:
+def test_picture_and_trace_end_with_the_optimizer_step_which_reaches_the_peak(report: Report) -> None:
     picture, step = memory_picture(report), optimizer_step(report)
     found = moments(report.chain, report.sequence)
     layers = list(layers_of(report, found, step))
@@ -83,6 +83,15 @@ def test_the_last_column_of_the_picture_is_the_optimizer_step_and_reaches_the_pe
     assert picture.columns[-1].x + picture.columns[-1].width <= picture.width
     highest = min(float(y) for y in re.findall(r"V(-?[\d.]+)", " ".join(layer.outline for layer in picture.layers)))
     assert TOP <= highest < TOP + 0.05 * HEIGHT
+    facts = Facts("net", "cpu", report.peak_bytes, report.budget, report.measurement, report.sequence)
+    events = [event for event in trace(facts)["traceEvents"] if event["pid"] == PREDICTED]
+    *_, before, last = (event for event in events if event["ph"] == "X")
+    assert (last["name"], last["args"]["bytes_while_it_runs"]) == (OPTIMIZER, report.peak_bytes)
+    assert last["ts"] == pytest.approx(before["ts"] + before["dur"])
+    assert last["dur"] > 0
+    counted = {event["ts"]: event["args"]["bytes"] for event in events if event["name"] == WHILE}
+    assert max(counted.values()) == counted[last["ts"]] == report.peak_bytes
+    assert max(counted) == pytest.approx(last["ts"] + last["dur"])
 
 
 def test_an_optimizer_that_was_not_given_is_reported_from_its_first_step_on() -> None:
@@ -93,15 +102,3 @@ def test_an_optimizer_that_was_not_given_is_reported_from_its_first_step_on() ->
     told = network()[0]
     assert planned.report().peak_reason() == told.report().peak_reason()
     assert optimizer_step(planned.report()) == optimizer_step(told.report())
-
-
-def test_the_trace_shows_the_step_after_the_last_operation_up_to_the_peak(report: Report) -> None:
-    facts = Facts("net", "cpu", report.peak_bytes, report.budget, report.measurement, report.sequence)
-    events = [event for event in trace(facts)["traceEvents"] if event["pid"] == PREDICTED]
-    *_, before, last = (event for event in events if event["ph"] == "X")
-    assert (last["name"], last["args"]["bytes_while_it_runs"]) == (OPTIMIZER, report.peak_bytes)
-    assert last["ts"] == pytest.approx(before["ts"] + before["dur"])
-    assert last["dur"] > 0
-    counted = {event["ts"]: event["args"]["bytes"] for event in events if event["name"] == WHILE}
-    assert max(counted.values()) == counted[last["ts"]] == report.peak_bytes
-    assert max(counted) == pytest.approx(last["ts"] + last["dur"])

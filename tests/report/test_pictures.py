@@ -19,7 +19,7 @@ from rotor_py.report.terminal import stage_table
 from rotor_solver import moments
 
 
-def test_layers_add_up_to_the_simulated_memory(report: Report) -> None:
+def test_layers_add_up_to_the_simulated_memory_and_reach_the_peak_below_the_limit(report: Report) -> None:
     simulated, beside = simulate(report.chain, report.sequence), report.budget.beside_chain(report.sequence)
     layers = list(layers_of(report, moments(report.chain, report.sequence)))
     for at, (during, after) in enumerate(zip(simulated.during, simulated.after, strict=True)):
@@ -27,9 +27,6 @@ def test_layers_add_up_to_the_simulated_memory(report: Report) -> None:
         assert sum(sizes) == beside + during
         assert sum(sizes[:-1]) == beside + after
     assert max(map(sum, zip(*(layer.sizes for layer in layers), strict=True))) == report.peak_bytes
-
-
-def test_the_picture_reaches_the_peak_and_the_limit_lies_above_it(report: Report) -> None:
     picture = memory_picture(report)
     highest = min(float(y) for y in re.findall(r"V([\d.]+)", " ".join(layer.outline for layer in picture.layers)))
     bytes_per_pixel = report.mem_limit / (TOP + HEIGHT - picture.limit_y)
@@ -40,7 +37,9 @@ def test_the_picture_reaches_the_peak_and_the_limit_lies_above_it(report: Report
     assert far.layers == memory_picture(replace(report, mem_limit=None)).layers
 
 
-def test_every_operation_is_in_both_pictures_also_on_a_phone(report: Report) -> None:
+def test_every_operation_is_in_both_pictures_also_on_a_phone_and_what_is_kept_follows_the_sequence(
+    report: Report,
+) -> None:
     operations = list(map(str, report.sequence))
     ran = schedule_picture(report).ran
     assert [one.text for one in ran] == operations
@@ -55,9 +54,6 @@ def test_every_operation_is_in_both_pictures_also_on_a_phone(report: Report) -> 
     assert narrow.width <= 120
     places = [stage * narrow.cell for stage, _ in narrow.numbers]
     assert all(after - before >= 12 for before, after in pairwise(places)), "numbers stand apart"
-
-
-def test_what_is_kept_and_freed_follows_the_sequence(report: Report) -> None:
     found = moments(report.chain, report.sequence)
     for stage in range(len(report.chain)):
         for life in lives(report.chain, found, stage, "one"):

@@ -63,14 +63,11 @@ def test_what_fits_is_planned_to_fit_and_what_does_not_is_as_lean_as_it_can_be()
         assert at_limit(budget, algorithm, stored) == store_all(budget.chain)
 
 
-def test_only_levels_that_the_model_has_are_listed() -> None:
+def test_only_levels_that_the_model_has_are_listed_and_the_distance_is_read_off_the_sequence() -> None:
     flat, deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), nn.Sequential(*[blocks(3) for _ in range(3)])
     stages = [f"{outer}.{inner}.{leaf}" for outer in range(3) for inner in range(3) for leaf in range(2)]
     for model, names, levels in ((flat, ["0", "1", "2"], ["level 1"]), (deep, stages, ["level 1", "level 2"])):
         assert [name for name in strategies(model, names, 500) if name.startswith("level")] == levels
-
-
-def test_the_distance_is_read_off_the_sequence() -> None:
     chain = unit_chain(12)
     for distance in range(1, 13):
         sequence = Periodic(every=distance).solve(chain, 10**9)
