@@ -80,12 +80,6 @@ def test_rooms_import_from_lower_floors_alone() -> None:
         assert not [room for room in others if floor[room] <= floor[room_of(name)]], name
 
 
-def test_only_choosing_a_batch_and_the_command_know_devices_that_are_not_there() -> None:
-    for name, found in IMPORTS.items():
-        if not name.startswith(("rotor_cli", "rotor_py.batch_size", "rotor_py.estimation")) and name != "rotor_py":
-            assert not [each for each in found if each.startswith("rotor_py.estimation")], name
-
-
 def test_no_files_import_each_other_in_a_circle() -> None:
     try:
         TopologicalSorter(IMPORTS).prepare()

@@ -48,7 +48,7 @@ def test_errors_keep_their_builtin_classes_an_infeasible_limit_has_two_and_field
     assert errors.fields_of(KeyError("x"))["kind"] == "KeyError"
 
 
-def test_log_records_carry_the_fields(caplog):
+def test_log_records_and_warnings_carry_the_fields_and_a_wrong_field_fails_the_check(caplog):
     log = logging.getLogger("rotor_py")
     log.warning("%d of %d", 1, 2, extra=errors.record_fields("odd", stage=4, name="a", first=1))
     log.warning("again", extra=errors.fields_of(MADE[1]))
@@ -58,9 +58,6 @@ def test_log_records_carry_the_fields(caplog):
     assert (record.stage, record.subject, record.numbers) == (4, "a", {"first": 1})
     assert logged(caplog, "limit_too_small", min_bytes=7)
     assert not logged(caplog, "odd", first=2)
-
-
-def test_a_warning_carries_the_fields_and_a_wrong_field_fails_the_check():
     with warns("no_effect"):
         warnings.warn(MADE[-1], stacklevel=1)
     with pytest.raises(AssertionError), raises(DescribedError, "not_a_count", got=1):
