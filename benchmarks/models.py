@@ -5,8 +5,8 @@
 
 The limit is halfway between the least possible and storing everything. Three AdamW steps are taken with the plan and
 without it, from the same weights; losses, gradients, parameters and buffers are compared bit for bit after each. The
-peak is that of whole steps, the optimizer's included; a step drops all outputs but the loss. Times are of forward, loss and
-backward, taken in turns in the same run: the median of a turn's ratios.
+peak is that of whole steps, the optimizer's included; a step drops all outputs but the loss. Times are those of
+forward, loss and backward, taken in turns in the same run: the median of a turn's ratios.
 """
 
 from __future__ import annotations
