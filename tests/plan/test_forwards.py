@@ -287,6 +287,19 @@ def test_a_backward_in_another_order_is_warned_of_and_then_any_order_is_planned_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("order", ["any", "reverse"])
+def test_kept_gradients_wait_beside_those_of_the_step(order: str, caplog) -> None:
+    """One pass adds up the gradients of both forwards before it adds them to those that are there."""
+    planned = planned_with(order, fresh_grads=False)
+    for _ in range(3):
+        added_up(planned)
+        there = [*planned.parameters(), *(parameter.grad for parameter in planned.parameters())]
+        peak = measured_peak(lambda: added_up(planned), there, CPU)
+        assert peak <= planned.budget.peak_bytes(planned.sequence) <= planned.mem_limit
+    assert said_in(caplog) == []
+
+
+@pytest.mark.slow
 def test_order_and_limit_may_be_set_later() -> None:
     planned = planned_with("any", watch=False)
     limit, slower = planned.mem_limit, planned.report().step_seconds
