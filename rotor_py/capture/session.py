@@ -19,7 +19,7 @@ from torch import nn
 from rotor_profiling import RandomState
 from rotor_profiling.attributes import Attributes
 from rotor_profiling.isolate import Buffers, accelerators
-from rotor_profiling.torch_compat import TorchDynamoException
+from rotor_profiling.torch_compat import TorchDynamoException, tree_leaves
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
@@ -33,7 +33,7 @@ from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.stage.forward_state import recall_effects, recall_moving, remember_effects, remember_moving
 from rotor_py.stage.protocol import offers_of
-from rotor_py.stage.replayed_routing import Stream, streams_of
+from rotor_py.stage.replayed_routing import Stream, streams_among, streams_of
 
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
@@ -112,7 +112,8 @@ class CaptureSession:
         self._followed_plan = self._went_on = False
         if self._streams is None:
             self._streams = streams_of(self.model)
-        self._beginning = _Beginning(self.model, self._streams, whole=self.model in _branching)
+        streams = (*self._streams, *streams_among(tree_leaves((args, kwargs))))
+        self._beginning = _Beginning(self.model, streams, whole=self.model in _branching)
         run_graph = partial(self._run_graph, run_stages, goes_on)
         try:
             with self._refusing():

@@ -110,7 +110,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         planning,
         freeze_gc(),
         outer_hooks_aside(),
-        streams_kept(core),
+        streams_kept(core, value),
         named_state_kept(core),
         torch.enable_grad(),
         telling(settings, model.name) as progress,

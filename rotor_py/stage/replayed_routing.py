@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -36,16 +36,20 @@ _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
 
 def streams_of(function: Callable[..., Any]) -> list[Stream]:
     found = [Stream(random.getstate, random.setstate)]
+    if "numpy" in sys.modules:
+        found.append(_of_numpy(sys.modules["numpy"].random))
+    return found + streams_among(named_objects(function))
+
+
+def streams_among(objects: Iterable[Any]) -> list[Stream]:
     kinds: list[tuple[type, Callable[[Any], Stream]]] = [
         (torch.Generator, _of_generator),
         (random.Random, lambda each: Stream(each.getstate, each.setstate)),
     ]
     if "numpy" in sys.modules:
-        import numpy as np
-
-        found.append(_of_numpy(np.random))
-        kinds += [(np.random.RandomState, _of_numpy), (np.random.Generator, _of_bits)]
-    return found + [make(each) for each in named_objects(function) for kind, make in kinds if isinstance(each, kind)]
+        np = sys.modules["numpy"].random
+        kinds += [(np.RandomState, _of_numpy), (np.Generator, _of_bits)]
+    return [make(each) for each in objects for kind, make in kinds if isinstance(each, kind)]
 
 
 @contextmanager
@@ -67,8 +71,9 @@ def draws(function: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
-    before = [(stream, stream.state()) for stream in streams_of(function)]
+def streams_kept(function: Callable[..., Any], value: Any = None) -> Iterator[None]:
+    """Context that keeps the streams that `function` names, and generators that are leaves of its arguments `value`."""
+    before = [(stream, stream.state()) for stream in (*streams_of(function), *streams_among(tree_leaves(value)))]
     try:
         yield
     finally:
@@ -78,18 +83,7 @@ def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
 
 def _of_numpy(source: Any) -> Stream:
     """Return the stream of `numpy.random`, or of a `RandomState`."""
-
-    def state() -> Hashable:
-        name, keys, *rest = source.get_state()
-        return name, keys.tobytes(), *rest
-
-    def set_back(state: Any) -> None:
-        name, keys, *rest = state
-        source.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-
-    import numpy as np
-
-    return Stream(state, set_back)
+    return Stream(lambda: pickle.dumps(source.get_state()), lambda state: source.set_state(pickle.loads(state)))
 
 
 def _of_bits(generator: Any) -> Stream:

@@ -109,13 +109,23 @@ def test_moved_buffers_are_those_of_plain_training(make: Callable[[], nn.Module]
             assert_same_gradients(trained, plain)
 
 
-def test_measuring_leaves_a_generator_of_the_model_as_it_was() -> None:
-    model = Stack(Noisy(), Noisy())
+class NoisyWith(Stack):
+    """Draws from its own generator, and from one that a batch brings."""
+
+    def forward(self, value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        return super().forward(value) * torch.rand(WIDTH, generator=noise)
+
+
+def test_measuring_leaves_generators_of_the_model_and_of_the_batch_as_they_were() -> None:
+    model, noise = NoisyWith(Noisy(), Noisy()), torch.Generator()
     for block in model.layers:
         block.noise = torch.Generator().manual_seed(1)
-    before = [block.noise.get_state() for block in model.layers]
-    Checkpointable(model, torch.randn(16, WIDTH), "1GB", cache=False)
-    assert all(map(torch.equal, (block.noise.get_state() for block in model.layers), before))
+    streams = [*(block.noise for block in model.layers), noise]
+    before = [each.get_state() for each in streams]
+    planned = Checkpointable(model, (torch.randn(16, WIDTH), noise), "1GB", cache=False)
+    assert all(map(torch.equal, (each.get_state() for each in streams), before))
+    planned(torch.randn(1, WIDTH), noise)  # another shape: the model is captured, and may start, again
+    noise.set_state(before[-1])
 
 
 class Observed(Block):
