@@ -193,7 +193,7 @@ def measure_graphs(
         finally:
             state.restore()
         found.outside_bytes = sum(outside.bytes.values())
-        found.outside_scratch = 2 * max(outside.bytes.values(), default=0)
+        found.outside_scratch = 4 * max(outside.bytes.values(), default=0)
         captured_bytes = sum(each.saved_bytes for each in found.graphs)
         _refuse_much_outside(type(model).__name__, outside, captured_bytes, forward.breaks_at)
         if not found.graphs:

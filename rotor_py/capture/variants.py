@@ -75,7 +75,7 @@ class MeasuredGraphs:
     graphs: list[MeasuredGraph] = field(default_factory=list)
     output: Any = None
     outside_bytes: int = 0  # bytes that autograd saves for operators outside all graphs
-    # Estimated bytes of gradients and scratch of these operators: twice the largest tensor that they save.
+    # Estimated bytes of gradients and scratch of these operators: four times the largest tensor that they save.
     outside_scratch: int = 0
     returned_bytes: int = 0  # bytes of outputs of the model that the main graph has neither made nor read
     outputs_held: bool = True  # whether the caller holds the model's outputs until the end of the step
@@ -88,8 +88,7 @@ class MeasuredGraphs:
         """Measure the graph again if the loss returns gradients of its outputs in other layouts than those assumed."""
         if self.layouts is not None:
             # Map by id, since `==` of tensors compares elements.
-            pairs = zip(tensors_in(self.output), self.layouts, strict=True)
-            found = {id(tensor): strides for tensor, strides in pairs}
+            found = {id(each): strides for each, strides in zip(tensors_in(self.output), self.layouts, strict=True)}
             graph.stages.settle_layouts(tuple(found.get(id(each())) for each in graph.returned))
 
     @property
@@ -124,8 +123,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     before, after = found.graphs[:at], found.graphs[at + 1 :]
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + found.outside_bytes
     output_bytes = main.stages[-1].activation_bytes
-    if after and _FRAMES_HOLD:
-        kept += output_bytes
+    kept += output_bytes if after and _FRAMES_HOLD else 0
     # The backwards of graphs run one after another. In between, gradients to which several of them add stay in memory.
     kept += found.shared_gradient_bytes
     kept += sum(_stored(other)[1] for other in before)
@@ -153,6 +151,9 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     kept += made
     if found.loss is not None:
         seconds, kept = seconds + found.loss.seconds, kept + found.loss.kept_bytes
+        # Code after the last graph may have made the output, so its gradient may be larger than that of the graph's.
+        gradient = sum(storages(each for each in tensors_in(found.output) if each.requires_grad).values())
+        output = max(output, gradient - (0 if after else output_bytes))
         most = max(most, behind + found.loss.temp_bytes + output - made)
     most = max(most, behind + found.outside_scratch - made)
     # `most` includes the gradient of the main graph's output, which the solver also adds to the loss.

@@ -156,13 +156,16 @@ def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(
 
 
 def test_a_model_of_which_less_than_a_fifth_is_not_captured_is_planned_inside_the_limit() -> None:
-    plain, batch = Partly(12, 2), torch.randn(512, 32)
-    planned = Checkpointable(copy.deepcopy(plain), loss=square, fresh_grads=True)
-    planned.measure(batch)
-    limit = planned.budget.least_bytes()
-    planned.compute_sequence(limit)
-    assert_same_step(planned, plain, batch)
-    assert step_peak(planned, batch, fresh_grads=True) <= limit < step_peak(plain, batch, fresh_grads=True)
+    wide = Partly(12, 0)  # returns a larger tensor than its graph
+    wide.outside.append(nn.Linear(32, 128))
+    for plain in (Partly(12, 2), wide):
+        batch = torch.randn(512, 32)
+        planned = Checkpointable(copy.deepcopy(plain), loss=square, fresh_grads=True)
+        planned.measure(batch)
+        limit = planned.budget.least_bytes()
+        planned.compute_sequence(limit)
+        assert_same_step(planned, plain, batch)
+        assert step_peak(planned, batch, fresh_grads=True) <= limit < step_peak(plain, batch, fresh_grads=True)
 
 
 _seen: list[weakref.ref[torch.UntypedStorage]] = []
