@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ _MISSING = object()
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 # For each module that has run, the names of attributes with a tensor that a run wrote to in place.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+leaving: WeakSet[Any] = WeakSet()  # modules in whose attributes a run has put another floating-point tensor
 
 
 Contents = list[tuple[Any, Any]]  # Pairs of a container and a shallow copy of it
@@ -101,12 +102,13 @@ class Attributes:
         """
         return [each for before in self._before for each in _changes(*before)]
 
-    def after_run(self) -> Callable[[], list[Change]]:
-        """Return a function that lists the changes since the snapshot, for a recomputation.
+    def after_run(self, left: list[torch.Tensor]) -> Callable[[], list[Change]]:
+        """Return a function that lists the changes since the snapshot, for a recomputation; add to `left` by `left_by`.
 
         Frees copies of tensors that no run since the snapshot wrote to. Raises RuntimeError like `changes`.
         """
-        written = {(change.module, change.name) for change in self.changes() if change.values is not None}
+        left += left_by(changes := self.changes())
+        written = {(change.module, change.name) for change in changes if change.values is not None}
         before = [
             (module, values, [each if (module, each.name) in written else _uncopied(each) for each in inside])
             for module, values, inside in self._before
@@ -166,36 +168,28 @@ def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
     return storages(each for table in tables for each in table.values() if each is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A tensor in an attribute: index of the module among the stage's, and of the tensor among the attribute's."""
-
-    module: int
-    attribute: str
-    position: int
+def leaves_tensors(function: Callable[..., Any]) -> bool:
+    """Return whether a run has put another floating-point tensor into an attribute of a module of `function`."""
+    return any(module in leaving for module in modules_of(function, but=HasKind))
 
 
-def kept_with_gradients(function: Callable[..., Any], changes: Iterable[Change], output: Any) -> tuple[Kept, ...]:
-    """Return where attributes changed to tensors with a `grad_fn`, without those of `output` and of weight norm."""
-    modules, outputs = modules_of(function, but=HasKind), {id(tensor) for tensor in tensors_in(output)}
-    return tuple(
-        Kept(modules.index(change.module), change.name, position)
-        for change in changes
-        if not any(getattr(hook, "name", None) == change.name for hook in change.module._forward_pre_hooks.values())
-        for position, tensor in enumerate(tensors_in(vars(change.module).get(change.name)))
-        if tensor.grad_fn is not None and id(tensor) not in outputs
-    )
+def left_by(changes: Iterable[Change]) -> list[torch.Tensor]:
+    """Return the floating-point tensors that a run put into attributes, each once, in the same order after any run."""
+    changes = sorted(changes, key=lambda change: change.name)
+    before = {id(tensor) for change in changes for tensor in _floating(change.value, change.contents)}
+    now = [tensor for change in changes for tensor in _floating_now(change)]
+    return list({id(tensor): tensor for tensor in now if id(tensor) not in before}.values())
 
 
-def tensors_at(function: Callable[..., Any], kept: Iterable[Kept]) -> list[torch.Tensor]:
-    """Return the tensors that are in the attributes `kept` now; those that are missing are left out."""
-    modules = modules_of(function, but=HasKind) if kept else []
-    return [
-        tensor
-        for each in kept
-        for module in modules[each.module : each.module + 1]
-        for tensor in tensors_in(vars(module).get(each.attribute))[each.position : each.position + 1]
-    ]
+def _floating_now(change: Change) -> list[torch.Tensor]:
+    value = vars(change.module).get(change.name)
+    return _floating(value, list(contents_of(value, set())) if type(value) in CONTAINERS else [])
+
+
+def _floating(value: Any, contents: Contents) -> list[torch.Tensor]:
+    copies = [copy.values() if isinstance(copy, dict) else copy for _, copy in contents]
+    items = [item for items in copies for item in items if type(item) not in CONTAINERS] if contents else value
+    return [tensor for tensor in tensors_in(items) if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list[nn.Module]:
@@ -238,6 +232,8 @@ def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator
                 what = f"the attribute {change.name!r} of {type(module).__name__}"
                 message = f"run the step once more: a forward wrote to {what}, which no earlier forward had changed"
                 raise InvalidStateError(message, kind="attribute_changed", name=change.name)
+        elif _floating_now(change):
+            leaving.add(module)
         yield change
 
 

@@ -26,12 +26,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Operations
 from dataclasses import replace
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
 
 from rotor_profiling import bytes_like
-from rotor_profiling.attributes import Attributes
+from rotor_profiling.attributes import Attributes, leaves_tensors
 from rotor_profiling.isolate import RandomState, buffer_slots
 from rotor_profiling.storage import tensors_in
 from rotor_profiling.value_tree import tree_map_only
@@ -114,6 +115,7 @@ class OOMRetryTape(Tape):
         # versions of the chain's input, and of every stage's parameters, before the forward
         self._then: list[list[int]] = []
         self._not_undone: str | None = None
+        self._left: dict[int, list[ref[torch.Tensor]]] = {}  # maps stages to the further outputs of their nodes
 
     def forward(self, value: Any) -> Any:
         self._input = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
@@ -141,34 +143,33 @@ class OOMRetryTape(Tape):
         )
         self._begin_anew(nodes)
 
-    def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        before = self._versions(value)
+    def run_first(self, stage: int, value: Any, left: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        before, known, attached, output = self._versions(value), stage in self.surroundings, None, None
+        runner = self.runners[stage].by(self._stored.get(stage, 0))
+        if known:  # attributes have the tensors of the run before the error
+            left += [tensor for each in self._left[stage] if (tensor := each()) is not None]
+        elif stage in self._stored and not leaves_tensors(runner.function):
+            attached, output, self.surroundings[stage] = self._undone_on_error(runner, runner.attach_first, value, left)
+        else:  # tensors in attributes must not be part of the graph that the tape holds
+            output, self.surroundings[stage] = self._undone_on_error(runner, runner.first, value, left)
+        self._left[stage] = [ref(tensor) for tensor in left]
         if stage in self._stored:
-            made = self._run_stored(self.runners[stage].by(self._stored[stage]), stage, value)
+            if attached is None:
+                attached, again = runner.attach(value, self.surroundings[stage], self.context)
+                output = again if known else output
+            self._held.attached[stage], same = attached, {id(tensor) for tensor in left}
+            output = tree_map_only(torch.Tensor, lambda each: each if id(each) in same else each.detach(), output)
+            silent = [each for each, edge in zip(tensors_in(output), attached.outputs, strict=False) if edge is None]
         else:
-            runner = self.runners[stage]
-            if stage in self.surroundings:
-                output = runner.again(value, self.surroundings[stage], self.context)
-            else:
-                output, self.surroundings[stage] = self._undone_on_error(runner, runner.first, value)
-            made = output, self._without_gradient(runner, value, output)
+            output = runner.again(value, self.surroundings[stage], self.context) if known else output
+            silent = self._without_gradient(runner, value, output)
         self._refuse_overwritten(stage, value, before)
-        return made
+        return output, silent
 
-    def _run_stored(self, runner: StageRunner, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        if stage in self.surroundings:
-            attached, output = runner.attach(value, self.surroundings[stage], self.context)
-        else:
-            attached, output, self.surroundings[stage] = self._undone_on_error(runner, runner.attach_first, value)
-        self._held.attached[stage] = attached
-        needed = [tensor.requires_grad for tensor in tensors_in(output)]
-        output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        return output, [tensor for tensor, need in zip(tensors_in(output), needed, strict=True) if not need]
-
-    def _undone_on_error(self, runner: StageRunner, run: Any, value: Any) -> Any:
+    def _undone_on_error(self, runner: StageRunner, run: Any, value: Any, left: list[torch.Tensor]) -> Any:
         undo = Undo(runner.function, runner.devices(value, self.context))
         try:
-            return run(value, self.context)
+            return run(value, self.context, left)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 self._not_undone = undo.restore()

@@ -69,7 +69,7 @@ from rotor_py.offload.offload_saved import OffloadableStorages, Tier
 from rotor_py.stage.error_context import watchers
 from rotor_py.stage.forward_state import Surroundings, recall_effects
 from rotor_py.stage.replayed_routing import draws
-from rotor_py.stage.runner import AttachedStage, StageRunner, run_offloadable
+from rotor_py.stage.runner import AttachedStage, Left, StageRunner, run_offloadable
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.offload import Moves
 
@@ -139,12 +139,12 @@ class StageNode(torch.autograd.Function):
         ctx.tape, ctx.stage, ctx.input_tensors, ctx.unclaimed = tape, stage, frame.tensors, None
         tape.passes.nodes[stage] = ctx
         ctx.set_materialize_grads(False)  # missing gradients stay None, as in plain training
-        output, without_gradient = tape.run_first(stage, frame.filled(tensors))
+        left: list[torch.Tensor] = []
+        output, without_gradient = tape.run_first(stage, frame.filled(tensors), left)
         ctx.mark_non_differentiable(*without_gradient)
         tape.frames[stage], made = Frame.of(output)
         # A loss may read these in attributes, where they get the node's history: autograd returns the same objects.
-        kept = tape.runners[stage].kept()
-        return *made, *(each.detach_() if each.requires_grad else each for each in kept)
+        return *made, *left
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -301,19 +301,19 @@ class Tape:
         made = StageNode.apply(self, stage, frame, *tensors, *trained_parameters(self.runners[stage].function))  # type: ignore[no-untyped-call]  # torch's
         return self.frames.pop(stage).filled(made)
 
-    def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
+    def run_first(self, stage: int, value: Any, left: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage inside its node, and record the forward state, so that it can be recomputed (Rule 4).
 
         Returns its output, without a graph, and the output tensors that have no gradient in plain training. Otherwise,
         autograd gives every floating-point output of a node a gradient if any of its inputs has one.
         """
         runner = self.runners[stage]
-        output = self._first(runner, stage, value, value)
+        output = self._first(runner, stage, value, value, left)
         return output, self._without_gradient(runner, value, output)
 
-    def _first(self, runner: StageRunner, stage: int, value: Any, kept: Any) -> Any:
+    def _first(self, runner: StageRunner, stage: int, value: Any, kept: Any, left: Left = None) -> Any:
         before = self._versions(kept)
-        output, self.surroundings[stage] = runner.first(value, self.context)
+        output, self.surroundings[stage] = runner.first(value, self.context, left)
         self._refuse_overwritten(stage, kept, before)
         return output
 
@@ -359,7 +359,7 @@ class Tape:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
         try:
             self._recompute_stage(held, step, stage)
-        except StageChangedError:
+        except InvalidStateError:
             self._changed.add(self.runners[stage].name)
             raise
 

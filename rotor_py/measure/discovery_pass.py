@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from rotor_profiling import Layouts, isolated, leaves_of, stage_layouts, stage_signature, tensors_in
-from rotor_profiling.attributes import Attributes, Kept, kept_with_gradients
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import local, storages
 from rotor_profiling.timing import several_processes
@@ -206,7 +205,7 @@ class DiscoveryPass:
                 if new or anywhere(asked not in self._given, chain.group, chain.device):
                     self._given[asked], made = self._run(number, value, new=new)
                 if new:
-                    self._effects[alike] = find_effects(function, value, made, chain.device, self._kept)
+                    self._effects[alike] = find_effects(function, value, made, chain.device)
                     if self._stepped:
                         self._refuse_foreign_parameters(number, value)
                 remember_effects(function, self._effects[alike])
@@ -223,15 +222,8 @@ class DiscoveryPass:
     def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
-        # A captured stage owns all parameters that it uses, and sets no attributes: do not check it.
-        self._kept: tuple[Kept, ...] = ()
-        before = None if not new or isinstance(function, HasKind) else Attributes(function)
-
-        def look(value: Any, output: Any, parameters: Sequence[torch.Tensor]) -> None:
-            if before is not None:
-                refuse_lost_gradients(name, function, value, output, parameters)
-                self._kept = kept_with_gradients(function, before.changes(), output)
-
+        # A captured stage owns all parameters that it uses: do not check it.
+        known = not new or isinstance(function, HasKind)
         run = partial(
             stage_layouts,
             runner,
@@ -239,7 +231,7 @@ class DiscoveryPass:
             chain.device,
             silent=chain.silent_of(number),
             arriving=self._to_run(number, self.arriving[number]),
-            before_backward=look,
+            before_backward=(lambda *_: None) if known else partial(refuse_lost_gradients, name, function),
         )
         # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So one trial watches the main run,
         # and the others watch runs of their own. If hooks fail, the main run is repeated; with several processes, it

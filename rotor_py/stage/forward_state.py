@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
-from rotor_profiling.attributes import Attributes, Change, Kept, modules_of
+from rotor_profiling.attributes import Attributes, Change, left_by, modules_of
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
@@ -193,11 +193,14 @@ class Surroundings:
 
 @contextmanager
 def recorded(
-    function: Callable[..., Any], devices: tuple[torch.device, ...], preserve_rng_state: bool, name: str
+    function: Callable[..., Any], devices: tuple[torch.device, ...], random: bool, name: str, left: list[torch.Tensor]
 ) -> Iterator[list[Surroundings]]:
-    """Yield a list that gets, when the context exits, the state before the forward that has run inside the context."""
+    """Yield a list that gets, when the context exits, the state before the forward that has run inside the context.
+
+    `left` gets what this has put into attributes. `random`: whether to record the random state.
+    """
     autocast = autocast_now(devices)
-    before = RandomState.now(devices) if preserve_rng_state else None
+    before = RandomState.now(devices) if random else None
     slots = own_buffers(function)
     copies = _copies(function, slots)
     versions = [tensor._version for _, _, tensor in slots]
@@ -212,7 +215,7 @@ def recorded(
         own_parametrizations(),
         restored_autocast(autocast, cache=torch.is_grad_enabled()),  # without a graph, do not cache weights
         decisions_recorded(function) as decided,
-        other_draws(function) if preserve_rng_state else nullcontext([()]) as drawn,
+        other_draws(function) if random else nullcontext([()]) as drawn,
         statistics or nullcontext(),
     ):
         yield result
@@ -220,7 +223,8 @@ def recorded(
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
-    changes = attributes.after_run()
+    changes = attributes.after_run(left)
+    left += _replaced(slots)
     if seen is not None:
         seen.note([*(slots[i][2] for i in moved), *_statistics(function)])
     if named is not None and named.only_unchanged() and function not in _told_of:
@@ -231,8 +235,18 @@ def recorded(
             name,
             extra=record_fields("writes_elsewhere", name=name),
         )
-    random = before if drew else None
-    result.append(Surroundings(name, autocast, random, buffers, decided[0], drawn[0], changes, world, seen, named))
+    state = before if drew else None
+    result.append(Surroundings(name, autocast, state, buffers, decided[0], drawn[0], changes, world, seen, named))
+
+
+def left_in(function: Callable[..., Any]) -> Callable[[], list[torch.Tensor]]:
+    """Return a function that lists the tensors that a run since now put into attributes: each may need a gradient."""
+    attributes, slots = Attributes(function), own_buffers(function)
+    return lambda: left_by(attributes.changes()) + _replaced(slots)
+
+
+def _replaced(slots: Iterable[Slot]) -> list[torch.Tensor]:
+    return [table[name] for table, name, before in slots if table[name] is not before and before.is_floating_point()]
 
 
 def _locations_of(function: Callable[..., Any], *, hooked: bool) -> Sequence[Location]:
@@ -375,7 +389,6 @@ class GraphEffects:
     graph_dependent: bool = False  # whether output values with a graph differ from those without
     without_gradient: tuple[int, ...] = ()  # indices of output tensors that require no gradient, even with a graph
     reproducible: bool = True  # whether a second run from the same state returns the same values
-    kept: tuple[Kept, ...] = ()  # tensors with a gradient that every run puts into attributes, for a loss to read
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
@@ -395,9 +408,7 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
     _remembered[function] = effects
 
 
-def find_effects(
-    function: nn.Module, value: Any, made: Any, device: torch.device, kept: tuple[Kept, ...] = ()
-) -> GraphEffects:
+def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
     """Run a stage on `value` without a graph, compare its output with `made`, that of a run with a graph.
 
     If they differ, the stage counts as graph-dependent only if a second run with a graph returns `made`. The runs leave
@@ -412,7 +423,7 @@ def find_effects(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            return GraphEffects(True, silent, reproducible=False, kept=kept)
+            return GraphEffects(True, silent, reproducible=False)
     # The stage may contain collectives, so all processes run it equally often, even if outputs differ only in some.
     if differs or several_processes():
         with _same_run(function, device), decisions_recorded(function) as decided:
@@ -422,7 +433,7 @@ def find_effects(
         # On other devices, two runs of a kernel may round differently.
         reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
         differs = differs and _equal(attached, twice[0])
-    return GraphEffects(differs, silent, reproducible, kept)
+    return GraphEffects(differs, silent, reproducible)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotor_profiling import leaves_of
-from rotor_profiling.attributes import tensors_at
+from rotor_profiling.attributes import leaves_tensors, leaving
 from rotor_profiling.isolate import accelerators, alias, parameter_slots, substituted
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
@@ -23,7 +24,7 @@ from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
 from rotor_py.stage.compressing_hooks import Keeping, owned_tensors
 from rotor_py.stage.error_context import During, tell_of_backward
-from rotor_py.stage.forward_state import Surroundings, recall_effects, recorded
+from rotor_py.stage.forward_state import Surroundings, left_in, recall_effects, recorded
 from rotor_py.stage.protocol import Keeper, StageOffers, Trial, both, offers_of, parted
 from rotor_py.stage.skipped_output import forward_skipping_output
 
@@ -72,7 +73,8 @@ class AttachedStage:
             if id(leaf) not in known:
                 raise InvalidStateError(
                     f"stage {self.name!r} must be the torch.nn.Module that owns its parameters: it uses a parameter of "
-                    f"shape {tuple(leaf.shape)} that it does not own, whose gradient would be lost",
+                    f"shape {tuple(leaf.shape)} that it does not own, maybe in a tensor that another layer keeps in an "
+                    "attribute; its gradient would be lost",
                     kind="foreign_parameter",
                     name=self.name,
                 )
@@ -93,6 +95,23 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
         pending.extend(following for following, _ in node.next_functions if following is not None)
 
 
+def _training(found: Iterable[torch.Tensor]) -> list[bool]:
+    return [tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in found]
+
+
+def _cut_off(output: Any, found: Iterable[torch.Tensor], given: Any) -> Any:
+    """Detach a run's output, and in place what it `found` in attributes, from the graph that begins at `given`.
+
+    A view cannot be detached in place. The stage's node gives it another history, but its base would keep the graph.
+    """
+    begin = {id(each) for tensor in tensors_in(given) for each in (tensor, tensor._base)}
+    for base in [tensor if tensor._base is None else tensor._base for tensor in found]:
+        if base.grad_fn is not None and id(base) not in begin:
+            base.detach_()
+    same = begin | {id(tensor) for tensor in found}
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if id(tensor) in same else tensor.detach(), output)
+
+
 def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
     """Return edges of the tensors in `value`, and nodes to keep alive: an edge does not keep a node in Python alive."""
     tensors = tensors_in(value)
@@ -103,6 +122,8 @@ def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
 
 
 Context = tuple[Any, ...]  # values that all stages of a forward get in addition to their own input
+Left = list[torch.Tensor] | None
+Recorded = AbstractContextManager[list[Surroundings]]
 
 
 class StageRunner:
@@ -203,22 +224,33 @@ class StageRunner:
         tell_of_backward(output, self.name)
         return output
 
-    def first(self, value: Any, context: Context = ()) -> tuple[Any, Surroundings]:
-        """Run the stage for the first time; return its output, and the state before the run, for a recomputation."""
+    def first(self, value: Any, context: Context = (), left: Left = None) -> tuple[Any, Surroundings]:
+        """Run the stage for the first time; return its output, and the state before the run, for a recomputation.
+
+        Inside a node, `left` gets the tensors that the run puts into attributes and that need a gradient.
+        """
         # Grad mode is on if the stage runs in the caller's graph and is recomputed later, and off inside a node.
-        graph = torch.is_grad_enabled()
-        with self._in_forward, self.recorded(value, context) as surroundings:
-            output = self._run(self._way, value, context) if graph else self._run_without_graph(value, context)
+        graph, found = torch.is_grad_enabled(), list[torch.Tensor]()
+        shows = left is not None and leaves_tensors(self.function)  # only a graph shows which of these need a gradient
+        way = self._way if graph or self._offers.ways_are_code else None
+        with self._in_forward, self.recorded(value, context, found) as states, torch.set_grad_enabled(graph or shows):
+            output = self._run(way, value, context) if graph or shows else self._run_without_graph(value, context)
         if graph:
             tell_of_backward(output, self.name)
-        return output, surroundings[0]
+        elif left is not None and (found or shows):
+            trained = _training(found)
+            if not shows:  # no earlier run has put tensors into attributes
+                leaving.add(self.function)
+                with self._in_recomputation, torch.enable_grad(), states[0].restored(self.function, graph=True):
+                    again = left_in(self.function)
+                    states[0].run(self._run, way, value, context)
+                    trained = _training(again())
+            left += compress(found, trained)
+            output = _cut_off(output, found, value)
+        return output, states[0]
 
-    def kept(self) -> list[torch.Tensor]:
-        """Return the tensors with a gradient that the last run put into attributes: further outputs of a node."""
-        return tensors_at(self.function, recall_effects(self.function).kept)
-
-    def recorded(self, value: Any, context: Context = ()) -> AbstractContextManager[list[Surroundings]]:
-        return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name)
+    def recorded(self, value: Any, context: Context, left: list[torch.Tensor]) -> Recorded:
+        return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, left)
 
     def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
         """Recompute the stage without a graph, from the state in which its first run began."""
@@ -266,11 +298,13 @@ class StageRunner:
         attached, output, _ = self._attach(self._in_recomputation, restored, run, value, context, skip_output, trained)
         return attached, output
 
-    def attach_first(self, value: Any, context: Context = ()) -> tuple[AttachedStage, Any, Surroundings]:
+    def attach_first(self, value: Any, context: Context, left: list[Any]) -> tuple[AttachedStage, Any, Surroundings]:
         """Run the stage for the first time, with a graph of its own; return the graph, output and recorded state."""
-        around, run = self.recorded(value, context), partial(self._run, self._way)
-        attached, output, found = self._attach(self._in_forward, around, run, value, context)
-        return attached, output, found[0]
+        around, run = self.recorded(value, context, left), partial(self._run, self._way)
+        attached, output, states = self._attach(self._in_forward, around, run, value, context)
+        leaving.update([self.function] if left else [])
+        left[:] = compress(left, _training(left))
+        return attached, output, states[0]
 
     def _attach(
         self,
@@ -290,12 +324,13 @@ class StageRunner:
             slots = parameter_slots(self.function, trained)
             # With the parameters themselves, their hooks would run here, and again in the caller's backward.
             aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
+            left = left_in(self.function) if trained is None or leaves_tensors(self.function) else list
             with substituted(slots, aliases):
                 output = run(entered, context, skip_output)
-            kept = self.kept()
+            kept = [tensor for tensor in left() if any(_training([tensor]))]
             outputs, made_by = edges_and_owners((output, kept))
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + made_by, self.name, len(kept))
-        if self.open:  # walks the whole graph, so only if the stage may use parameters that it does not own
+        if self.open or leaving:  # walks the whole graph, so only if the stage may use parameters that it does not own
             attached.refuse_other_leaves(origin)
         return attached, output, found
 

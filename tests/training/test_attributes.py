@@ -98,21 +98,37 @@ class _Balanced(nn.Module):
         super().__init__()
         inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
         self.inner, self.kind = nn.LSTM(16, 16) if kind == "recurrent" else inner, kind
-        self.balance: Any = None
+        self.balance: Any = []
+        self.register_buffer("moving", torch.zeros(()))
+        self.turn = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)[0] if self.kind == "recurrent" else self.inner(x)
         z = torch.tanh(torch.nn.functional.dropout(y, 0.1))
         loss = y.square().mean()
-        self.balance = {"list": [loss, loss.detach(), {"other": z.mean()}], "view": y[:, :3], "output": z}.get(
-            self.kind, loss
-        )
+        if self.kind == "buffer":
+            self.moving = loss
+        self.balance = {
+            "list": [loss, loss.detach(), {"other": z.mean()}],
+            "view": y[:, :3],
+            "input": x[:, :3],
+            "output": z,
+            "turns": [loss, y[:, :2].std()] if self.turn else [loss.detach(), None, z.mean()],
+            "appended": [*tensors_in(self.balance), z.mean().detach(), loss],
+            "buffer": None,
+        }.get(self.kind, loss)
         return z
+
+
+_KEPT = ("loss", "list", "view", "input", "output", "turns", "appended", "buffer", "recurrent")
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*((kind, {}) for kind in ("loss", "list", "view", "output", "recurrent")), ("loss", {"on_oom": "replan"})],
+    [
+        *((kind, {}) for kind in _KEPT),
+        *((kind, {"on_oom": "replan"}) for kind in ("loss", "input", "output")),
+    ],
 )
 def test_gradients_pass_through_tensors_in_attributes(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     plain = nn.Sequential(*(_Balanced(kind) for _ in range(6)))
@@ -124,16 +140,18 @@ def test_gradients_pass_through_tensors_in_attributes(kind: str, options: dict[s
     planned.save_plan(plan)
     from_file = Checkpointable(other, plan=plan, loss=square, fresh_grads=True, **options)
     for called in (planned, from_file):
-        for _ in range(2):
+        for turn in (False, True):
             for each in (plain, called):
                 torch.manual_seed(1)
                 each.zero_grad()
+                for layer in each:
+                    layer.turn = turn
                 output = each(x)
                 kept = [
                     tensor
                     for layer in each.modules()
                     if isinstance(layer, _Balanced)
-                    for tensor in tensors_in(layer.balance)
+                    for tensor in [*tensors_in(layer.balance)[-2:], layer.moving]
                 ]
                 sum((tensor.sum() for tensor in kept), output.sum()).backward()
             for expected, parameter in zip(plain.parameters(), called.parameters(), strict=True):

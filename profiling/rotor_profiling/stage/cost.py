@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.attributes import left_tensors
+from rotor_profiling.attributes import leaves_tensors, left_tensors
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, isolated, undoing
 from rotor_profiling.memory import MemoryMeter, Phase
@@ -158,7 +158,9 @@ def _measure_once(
     carried_bytes = sum(size for address, size in carried.items() if address not in context.owned)
     counted = {*context.owned, *carried, *storages(tensors_in(value))}
     silent_bytes = sum(size for address, size in silent.items() if address not in counted)
-    nograd_temp = max(0, max(rise, meter.phases["again"].rise) - activation)
+    # A node runs a stage that leaves tensors in attributes with a graph, to see which of them need a gradient.
+    shown_rise = shown[0][0]["forward"].rise if leaves_tensors(runners[0].function) else 0
+    nograd_temp = max(0, max(rise, shown_rise, meter.phases["again"].rise) - activation)
     apart = carried_bytes + saved_left
     ways = tuple(_bytes_of(*each, activation, apart, silent_bytes, nograd_temp, context) for each in shown)
     ways = tuple(replace(way, left_bytes=sum(left.values())) for way in ways)
