@@ -70,11 +70,6 @@ class Change:
             self.value.data.copy_(self.values)
         self._set(self.value)
 
-    @property
-    def was_empty(self) -> bool:
-        """Whether the attribute was missing or None before."""
-        return self.value is None or self.value is _MISSING
-
     def _set(self, value: Any) -> None:
         # Not `setattr`, which a class may override.
         if value is _MISSING:
@@ -121,7 +116,8 @@ class Attributes:
         With `caches=False`, keeps caches: attributes that were missing or None, and that no run changed once set.
         """
         for change in self.changes():
-            if caches or not change.was_empty or change.name in _changing[change.module]:
+            was_empty = change.value is None or change.value is _MISSING
+            if caches or not was_empty or change.name in _changing[change.module]:
                 change.put_back()
 
 

@@ -185,13 +185,6 @@ class Passes:
         return left
 
 
-# Parameter gradients for the second pass of a split backward.
-#
-# In a zero-bubble pipeline, a first pass computes the gradients of a stage's input, and retains the graph. A second
-# pass begins at each node with the same output gradients, to compute the parameter gradients. Only the first pass
-# recomputes the stage: it computes all gradients, and keeps those of parameters for the second (`Unclaimed`).
-
-
 Gradients = Sequence[torch.Tensor | None]
 # Whether `torch.distributed.pipelining` passes a new tensor to a node in the second pass: the sum of the gradients of
 # all outputs, as the gradient of the first output. torch 2.11 does, 2.13 does not.
@@ -199,7 +192,7 @@ _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 class Unclaimed:
-    """Parameter gradients of one stage, keyed by the output gradients that they were computed from.
+    """Parameter gradients of one stage for Rule 11, keyed by the output gradients that they were computed from.
 
     An entry exists as long as something holds the first of these output gradients. A pipeline does, for the second
     pass, which uses the entry if these are unchanged. After an ordinary backward, nothing holds them.

@@ -153,7 +153,8 @@ class StageNode(torch.autograd.Function):
         # recomputed stage, so second derivatives would be silently wrong.
         if torch.is_grad_enabled():
             name = ctx.tape.runners[ctx.stage].name
-            ctx.tape.note_passed()
+            nodes = ctx.tape.passes.nodes.items()
+            ctx.tape._changed |= {ctx.tape.runners[stage].name for stage, node in nodes if goes_through(node)}
             remedy = f"{ctx.tape.why_a_node}, or train this loss without Checkpointable"
             text = f"create_graph=True cannot go through stage {name!r}, {remedy}"
             raise InvalidStateError(text, kind="create_graph", stage=ctx.stage, name=name)
@@ -232,10 +233,6 @@ class Tape:
                 text = "give offload=: the sequence offloads saved tensors, and there is no tier for them"
                 raise InvalidValueError(text, kind="no_tier", name="offload")
             self._moving = Moving(instructions.moves, tier)
-
-    def note_passed(self) -> None:
-        """Have later plans store the stages that the running backward pass goes through."""
-        self._changed |= {self.runners[stage].name for stage, node in self.passes.nodes.items() if goes_through(node)}
 
     def forward(self, value: Any) -> Any:
         """Run the operations before the loss on the chain's input `value`; return its output, in the caller's graph."""

@@ -223,7 +223,7 @@ class DiscoveryPass:
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
         # A captured stage owns all parameters that it uses: do not check it.
-        known = not new or isinstance(function, HasKind)
+        check = partial(refuse_lost_gradients, name, function) if new and not isinstance(function, HasKind) else None
         run = partial(
             stage_layouts,
             runner,
@@ -231,7 +231,7 @@ class DiscoveryPass:
             chain.device,
             silent=chain.silent_of(number),
             arriving=self._to_run(number, self.arriving[number]),
-            before_backward=(lambda *_: None) if known else partial(refuse_lost_gradients, name, function),
+            before_backward=check or (lambda *_: None),
         )
         # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So one trial watches the main run,
         # and the others watch runs of their own. If hooks fail, the main run is repeated; with several processes, it

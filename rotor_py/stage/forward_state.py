@@ -195,10 +195,7 @@ class Surroundings:
 def recorded(
     function: Callable[..., Any], devices: tuple[torch.device, ...], random: bool, name: str, left: list[torch.Tensor]
 ) -> Iterator[list[Surroundings]]:
-    """Yield a list that gets, when the context exits, the state before the forward that has run inside the context.
-
-    `left` gets what this has put into attributes. `random`: whether to record the random state.
-    """
+    """Yield a list that gets, on exit, the state before the forward in the context; `left` gets what attributes get."""
     autocast = autocast_now(devices)
     before = RandomState.now(devices) if random else None
     slots = own_buffers(function)
@@ -220,7 +217,7 @@ def recorded(
     ):
         yield result
     # Most stages draw no random values, so the RNG state before them need not be kept.
-    drew = before is not None and RandomState.now(devices) != before
+    state = before if before is not None and RandomState.now(devices) != before else None
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
     changes = attributes.after_run(left)
@@ -229,13 +226,11 @@ def recorded(
         seen.note([*(slots[i][2] for i in moved), *_statistics(function)])
     if named is not None and named.only_unchanged() and function not in _told_of:
         _told_of.add(function)
-        _log.warning(
-            "raise mem_limit, so that the plan stores stage %r: it writes to objects outside of the model, such as a "
-            "list or a counter, and would write again when it is recomputed",
-            name,
-            extra=record_fields("writes_elsewhere", name=name),
+        text = (
+            "raise mem_limit, so that the plan stores stage %r: it writes to objects outside of the model or inside of "
         )
-    state = before if drew else None
+        text += "attributes; when recomputed, it writes again, and tensors there have no gradient"
+        _log.warning(text, name, extra=record_fields("writes_elsewhere", name=name))
     result.append(Surroundings(name, autocast, state, buffers, decided[0], drawn[0], changes, world, seen, named))
 
 
@@ -275,13 +270,9 @@ def _find_moving(
     _moving[function] = _moving.get(function, frozenset()) | changed
     changed |= _moved_elsewhere.get(function, frozenset())
     if surprise := [slots[i][1] for i in sorted(changed) if i not in copies]:
-        raise InvalidStateError(
-            f"run the step once more: a forward changed buffer {surprise[0]!r} of stage {name!r} for the first time, "
-            "so this step cannot recompute the stage exactly",
-            kind="buffer_changed",
-            name=name,
-            buffer=surprise[0],
-        )
+        what = f"buffer {surprise[0]!r} of stage {name!r}"
+        text = f"run the step once more: a forward changed {what} for the first time, so this step cannot recompute it"
+        raise InvalidStateError(text, kind="buffer_changed", name=name, buffer=surprise[0])
     return sorted(changed)
 
 

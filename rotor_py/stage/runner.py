@@ -49,14 +49,9 @@ class AttachedStage:
         if self.kept and len(gradients) == len(self.outputs) - self.kept:
             gradients = [*gradients, *[None] * self.kept]
         if len(gradients) != len(self.outputs):
-            raise InvalidStateError(
-                f"stage {self.name!r} must return as many tensors in every run: {len(gradients)} in the forward, "
-                f"{len(self.outputs)} when it was recomputed",
-                kind="rerun_differs",
-                name=self.name,
-                forward=len(gradients),
-                again=len(self.outputs),
-            )
+            there, here = len(gradients), len(self.outputs)
+            text = f"stage {self.name!r} must return as many tensors when it is recomputed ({here}) as before ({there})"
+            raise InvalidStateError(text, kind="rerun_differs", name=self.name, forward=there, again=here)
         sources = [*self.inputs, *self.parameters]
         given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
         needed: list[Any] = [source for source in sources if source is not None]
@@ -71,13 +66,11 @@ class AttachedStage:
         known = {id(tensor) for tensor in (origin, *self.parameters)}
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
-                raise InvalidStateError(
-                    f"stage {self.name!r} must be the torch.nn.Module that owns its parameters: it uses a parameter of "
-                    f"shape {tuple(leaf.shape)} that it does not own, maybe in a tensor that another layer keeps in an "
-                    "attribute; its gradient would be lost",
-                    kind="foreign_parameter",
-                    name=self.name,
+                used = (
+                    f"a parameter of shape {tuple(leaf.shape)} that it does not own, maybe by another layer's attribute"
                 )
+                text = f"stage {self.name!r} must own its parameters: it uses {used}; the gradient would be lost"
+                raise InvalidStateError(text, kind="foreign_parameter", name=self.name)
 
 
 def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
@@ -123,7 +116,6 @@ def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
 
 Context = tuple[Any, ...]  # values that all stages of a forward get in addition to their own input
 Left = list[torch.Tensor] | None
-Recorded = AbstractContextManager[list[Surroundings]]
 
 
 class StageRunner:
@@ -174,12 +166,8 @@ class StageRunner:
         way = None if option == 0 else ways[option - 1] if option <= len(ways) else ""
         if way is not None and way not in offered:
             named = f" ({way})" if way else ""
-            raise InvalidValueError(
-                f"plan again: stage {self.name!r} no longer has the plan's storage option {option}{named}",
-                kind="unknown_way",
-                name=self.name,
-                option=option,
-            )
+            text = f"plan again: stage {self.name!r} no longer has the plan's storage option {option}{named}"
+            raise InvalidValueError(text, kind="unknown_way", name=self.name, option=option)
         return way
 
     @property
@@ -226,14 +214,14 @@ class StageRunner:
 
     def first(self, value: Any, context: Context = (), left: Left = None) -> tuple[Any, Surroundings]:
         """Run the stage for the first time; return its output, and the state before the run, for a recomputation.
-
         Inside a node, `left` gets the tensors that the run puts into attributes and that need a gradient.
         """
         # Grad mode is on if the stage runs in the caller's graph and is recomputed later, and off inside a node.
         graph, found = torch.is_grad_enabled(), list[torch.Tensor]()
         shows = left is not None and leaves_tensors(self.function)  # only a graph shows which of these need a gradient
         way = self._way if graph or self._offers.ways_are_code else None
-        with self._in_forward, self.recorded(value, context, found) as states, torch.set_grad_enabled(graph or shows):
+        around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, found)
+        with self._in_forward, around as states, torch.set_grad_enabled(graph or shows):
             output = self._run(way, value, context) if graph or shows else self._run_without_graph(value, context)
         if graph:
             tell_of_backward(output, self.name)
@@ -248,9 +236,6 @@ class StageRunner:
             left += compress(found, trained)
             output = _cut_off(output, found, value)
         return output, states[0]
-
-    def recorded(self, value: Any, context: Context, left: list[torch.Tensor]) -> Recorded:
-        return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, left)
 
     def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
         """Recompute the stage without a graph, from the state in which its first run began."""
@@ -300,7 +285,8 @@ class StageRunner:
 
     def attach_first(self, value: Any, context: Context, left: list[Any]) -> tuple[AttachedStage, Any, Surroundings]:
         """Run the stage for the first time, with a graph of its own; return the graph, output and recorded state."""
-        around, run = self.recorded(value, context, left), partial(self._run, self._way)
+        around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, left)
+        run = partial(self._run, self._way)
         attached, output, states = self._attach(self._in_forward, around, run, value, context)
         leaving.update([self.function] if left else [])
         left[:] = compress(left, _training(left))
