@@ -62,8 +62,8 @@ class AttachedStage:
             found = iter(torch.autograd.grad(roots, needed, arriving, retain_graph=retain_graph, allow_unused=True))
         return [None if source is None else next(found) for source in sources]
 
-    def refuse_other_leaves(self, origin: torch.Tensor) -> None:
-        known = {id(tensor) for tensor in (origin, *self.parameters)}
+    def refuse_other_leaves(self, *own: torch.Tensor) -> None:
+        known = {id(tensor) for tensor in (*own, *self.parameters)}
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
                 used = (
@@ -317,7 +317,7 @@ class StageRunner:
             outputs, made_by = edges_and_owners((output, kept))
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + made_by, self.name, len(kept))
         if self.open or leaving:  # walks the whole graph, so only if the stage may use parameters that it does not own
-            attached.refuse_other_leaves(origin)
+            attached.refuse_other_leaves(origin, *owned_tensors(self.function))
         return attached, output, found
 
     def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:
