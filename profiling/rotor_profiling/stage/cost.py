@@ -346,7 +346,7 @@ def stage_layouts(
     *,
     silent: Sequence[int] = (),
     arriving: Layouts = (),
-    before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None],
+    before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] = lambda *_: None,
     watch: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
 ) -> tuple[Layouts, Any]:
     """Return the strides of the gradients that a stage's backward returns for its input `value`, and its output.
