@@ -73,7 +73,6 @@ def calibrate(
             except RuntimeError:  # some devices have no matrix products in this dtype
                 found[name] = found["fp32"]
         rates = Rates(**{name: _rounded(max(each)) for name, each in found.items()})
-        # Efficiencies are for the usual dtype of training: bfloat16 on CUDA if faster than float32, else float32.
         dtype = torch.bfloat16 if cuda and rates.bf16 > rates.fp32 else torch.float32
         best = rates.of(dtype, tf32=False)
         products = found["bf16" if dtype is torch.bfloat16 else "fp32"]

@@ -18,6 +18,7 @@ from rotor_profiling import leaves_of
 from rotor_profiling.attributes import leaves_tensors, leaving
 from rotor_profiling.isolate import accelerators, alias, parameter_slots, substituted
 from rotor_profiling.stage.gradients import enter_graph
+from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only, with_own_containers
 from rotor_py.errors import InvalidStateError, InvalidValueError
@@ -316,7 +317,7 @@ class StageRunner:
             kept = [tensor for tensor in left() if any(_training([tensor]))]
             outputs, made_by = edges_and_owners((output, kept))
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + made_by, self.name, len(kept))
-        if self.open or leaving:  # walks the whole graph, so only if the stage may use parameters that it does not own
+        if self.open or (leaving and not isinstance(self.function, HasKind)):  # a walk through the whole graph
             attached.refuse_other_leaves(origin, *owned_tensors(self.function))
         return attached, output, found
 
