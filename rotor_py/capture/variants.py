@@ -152,7 +152,9 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     if found.loss is not None:
         seconds, kept = seconds + found.loss.seconds, kept + found.loss.kept_bytes
         # Code after the last graph may have made the output, so its gradient may be larger than that of the graph's.
-        gradient = sum(storages(each for each in tensors_in(found.output) if each.requires_grad).values())
+        # Only outputs that the loss reads have one.
+        read = zip(tensors_in(found.output), found.layouts or (), strict=True)
+        gradient = sum(storages(tensor for tensor, strides in read if strides is not None).values())
         output = max(output, gradient - (0 if after else output_bytes))
         most = max(most, behind + found.loss.temp_bytes + output - made)
     most = max(most, behind + found.outside_scratch - made)
