@@ -67,10 +67,8 @@ class AttachedStage:
         known = {id(tensor) for tensor in (*own, *self.parameters)}
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
-                used = (
-                    f"a parameter of shape {tuple(leaf.shape)} that it does not own, maybe by another layer's attribute"
-                )
-                text = f"stage {self.name!r} must own its parameters: it uses {used}; the gradient would be lost"
+                shape = f"{tuple(leaf.shape)}, maybe through an attribute of another layer; its gradient would be lost"
+                text = f"stage {self.name!r} must own its parameters: it uses another of shape {shape}"
                 raise InvalidStateError(text, kind="foreign_parameter", name=self.name)
 
 
@@ -89,8 +87,8 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
         pending.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def _training(found: Iterable[torch.Tensor]) -> list[bool]:
-    return [tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in found]
+def _trains(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
 
 def _cut_off(output: Any, found: Iterable[torch.Tensor], given: Any) -> Any:
@@ -227,13 +225,13 @@ class StageRunner:
         if graph:
             tell_of_backward(output, self.name)
         elif left is not None and (found or shows):
-            trained = _training(found)
+            trained = list(map(_trains, found))
             if not shows:  # no earlier run has put tensors into attributes
                 leaving.add(self.function)
                 with self._in_recomputation, torch.enable_grad(), states[0].restored(self.function, graph=True):
                     again = left_in(self.function)
                     states[0].run(self._run, way, value, context)
-                    trained = _training(again())
+                    trained = list(map(_trains, again()))
             left += compress(found, trained)
             output = _cut_off(output, found, value)
         return output, states[0]
@@ -290,7 +288,7 @@ class StageRunner:
         run = partial(self._run, self._way)
         attached, output, states = self._attach(self._in_forward, around, run, value, context)
         leaving.update([self.function] if left else [])
-        left[:] = compress(left, _training(left))
+        left[:] = filter(_trains, left)
         return attached, output, states[0]
 
     def _attach(
@@ -314,7 +312,7 @@ class StageRunner:
             left = left_in(self.function) if trained is None or leaves_tensors(self.function) else list
             with substituted(slots, aliases):
                 output = run(entered, context, skip_output)
-            kept = [tensor for tensor in left() if any(_training([tensor]))]
+            kept = list(filter(_trains, left()))
             outputs, made_by = edges_and_owners((output, kept))
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + made_by, self.name, len(kept))
         if self.open or (leaving and not isinstance(self.function, HasKind)):  # a walk through the whole graph

@@ -362,7 +362,6 @@ class Steps(RuleBasedStateMachine):
         self.do(World.end)
         self.mark(f"twin of {self.steps}")
         if self.refused:  # before a wrong number is made; the step is given up
-            gc.collect()  # an error of the engine is part of a cycle
             self.worlds[1].network.load_state_dict(self.planned.state_dict())
         else:
             for number, act in enumerate(self.done, 1):
@@ -380,6 +379,8 @@ class Steps(RuleBasedStateMachine):
         self.known = max(self.known, self.most)
         if share is not None:
             self.set_limit(share)
+        if self.changed or self.refused:
+            gc.collect()  # torch's FlopCounterMode leaves a graph in a cycle, and so does an error of the engine
         self.begin_step()
 
     def teardown(self) -> None:
