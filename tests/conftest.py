@@ -38,15 +38,14 @@ settings.load_profile("repeatable")
 FOLDERS = ("tests/distributed/", "tests/compile/")
 """What several processes that train together import, and Inductor's stages, take seconds: one process has them all."""
 LONGEST = """
-distributed/test_fsdp.py compile/test_whole.py docs/test_pages.py integrations/test_trainer.py
-capture/test_partial_saving.py integrations/test_adapters.py estimation/test_sharded.py capture/test_masks.py
-training/test_offload.py cli/test_device.py capture/test_odd_models.py execute/test_guarded_tape.py
-checkpointable/test_memory.py training/test_inside_regions.py execute/test_bit_for_bit.py
-solver/persistent/test_table.py plan/test_forwards.py
-plan/test_watched_steps.py batch_size/test_choose.py cli/test_script.py training/test_faults.py
-training/test_step_in_backward.py stage/test_kept_steps.py capture/test_session.py solver/test_classic.py
-estimation/test_chain.py capture/test_model_state.py estimation/test_reservation.py estimation/test_estimate.py
-plan/test_out_of_memory.py
+distributed/test_fsdp.py compile/test_whole.py docs/test_pages.py capture/test_masks.py training/test_any_step.py
+estimation/test_benchmarks.py estimation/test_sharded.py integrations/test_trainer.py capture/test_partial_saving.py
+integrations/test_adapters.py training/test_offload.py cli/test_device.py capture/test_odd_models.py
+execute/test_guarded_tape.py checkpointable/test_memory.py training/test_inside_regions.py execute/test_bit_for_bit.py
+solver/persistent/test_table.py plan/test_forwards.py plan/test_watched_steps.py batch_size/test_choose.py
+cli/test_script.py training/test_faults.py training/test_step_in_backward.py stage/test_kept_steps.py
+capture/test_session.py solver/test_classic.py estimation/test_chain.py capture/test_model_state.py
+estimation/test_reservation.py estimation/test_estimate.py plan/test_out_of_memory.py
 """
 """Files of ten seconds and more, the longest first."""
 
