@@ -195,7 +195,9 @@ class Seen:
         """After a run, record the versions of parameters and of buffers, except `copied` ones, which are restored."""
         left_out = {id(each) for each in copied}
         tensors = [*self._tensors(_PARAMETERS), *self._tensors("_buffers")]
-        self._marks = [(each, _mark(each)) for each in tensors if id(each) not in left_out]
+        # Leave out the copies that measuring gives to a stage that writes to its parameters.
+        kept = [each for each in tensors if id(each) not in left_out and not vars(each).get("copied")]
+        self._marks = [(each, _mark(each)) for each in kept]
         kinds: list[type[Any]] = [type(each) for each in self._modules]
         self._code = [(kind, kind.forward) for kind in kinds]
 
@@ -207,7 +209,7 @@ class Seen:
         """Raise StageChangedError if a tensor was written to since `note`, or a module has another class or forward."""
         for module, (kind, forward) in zip(self._modules, self._code, strict=True):
             code = type(module).forward
-            if type(module) is not kind or (code != forward and not (_is_theirs(code) and _is_theirs(forward))):
+            if type(module) is not kind or not _is_same(code, forward):
                 label = next(name for name, each in self._modules[0].named_modules() if each is module)
                 raise StageChangedError(self._name, f"method forward of {label or 'the module'}", forward, code)
         for tensor, then in self._marks:
@@ -237,9 +239,15 @@ class Seen:
         return f"a {kind} of shape {tuple(tensor.shape)}"
 
 
-def _is_theirs(forward: object) -> bool:
-    """Whether torch or this project defines `forward`; a capture, maybe in another thread, replaces some of these."""
-    return (getattr(forward, "__module__", None) or "").startswith(_OWN_AND_TORCH)
+def _is_same(now: Any, then: Any) -> bool:
+    """Whether both `forward`s are one, or torch's or this project's: a capture, maybe in another thread, replaces some.
+
+    For a `GraphModule`, torch.fx generates the function anew, also if the module's graph has not changed.
+    """
+    theirs = [(getattr(each, "__module__", None) or "").startswith(_OWN_AND_TORCH) for each in (now, then)]
+    codes = [getattr(each, "__code__", None) for each in (now, then)]
+    generated = [each is not None and each.co_filename.startswith("<eval_with_key>") for each in codes]
+    return now == then or all(theirs) or (all(generated) and codes[0] == codes[1])
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -204,6 +204,21 @@ class Squashed(Layers):
         return value + Squash.apply(value, self.factor, 0.5)[0]  # type: ignore[no-untyped-call]  # torch's
 
 
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+class Reversing(Layers):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](Reverse.apply(super().forward(value)))  # type: ignore[no-untyped-call]  # torch's
+
+
 class Skipping(Layers):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         kept = value = self.layers[0](value).tanh()
@@ -222,12 +237,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "overwritten after a break": (Masked, (512, WIDTH), 0),
     "checkpointed regions": (Regions, (512, WIDTH), 0),
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
+    "own function": (Reversing, (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
 }
 """Model, shape of its input, and the least share of the predicted peak that is measured."""
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # TorchDynamo does, for a moment
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case: str) -> None:
     make, shape, exact = CASES[case]
