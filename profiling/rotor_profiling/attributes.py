@@ -7,6 +7,7 @@ from a graph (`HasKind`) set no attributes, so their attributes are not recorded
 from __future__ import annotations
 
 import operator
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 # For each module that has run, the names of attributes with a tensor that a run wrote to in place.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 leaving: WeakSet[Any] = WeakSet()  # modules in whose attributes a run has put another floating-point tensor
-
+# Modules in which a run has made an attribute or a buffer that a later run changes, such as a generator or a counter.
+# Measuring keeps nothing that such modules make: the first forward in training makes all of it again.
+making: WeakSet[nn.Module] = WeakSet()
 
 Contents = list[tuple[Any, Any]]  # Pairs of a container and a shallow copy of it
 Table = dict[str, Any]
@@ -90,6 +93,13 @@ class Attributes:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._before = [(module, *_before(module)) for module in modules_of(function, but=HasKind)]
 
+    def values(self) -> Iterator[Any]:
+        """Yield the values in the snapshot, and the items of containers."""
+        for _, values, inside in self._before:
+            yield from values.values()
+            for change in inside:
+                yield from (item for _, copy in change.contents for item in _items(copy))
+
     def changes(self) -> list[Change]:
         """Return the changes since the snapshot.
 
@@ -113,12 +123,30 @@ class Attributes:
     def put_back(self, *, caches: bool = True) -> None:
         """Restore all attributes to the snapshot.
 
-        With `caches=False`, keeps caches: attributes that were missing or None, and that no run changed once set.
+        With `caches=False`, keeps caches: attributes that were missing or None, in modules that are not in `making`.
         """
-        for change in self.changes():
-            was_empty = change.value is None or change.value is _MISSING
-            if caches or not was_empty or change.name in _changing[change.module]:
+        changes = self.changes()
+        made = {id(change) for change in changes if change.value is None or change.value is _MISSING}
+        for change in changes:
+            moving = change.name in _changing[change.module] | _written[change.module]
+            if id(change) in made and (moving or _has_stream(vars(change.module).get(change.name))):
+                making.add(change.module)
+        for change in changes:
+            if caches or id(change) not in made or change.module in making:
                 change.put_back()
+
+
+def made_buffers(function: Callable[..., Any]) -> Callable[[], list[tuple[nn.Module, str]]]:
+    """Return a function that lists the buffers that runs since now have made."""
+    before = [(module, set(module._buffers)) for module in modules_of(function)]
+    return lambda: [(module, name) for module, names in before for name in module._buffers.keys() - names]
+
+
+def drop_made(made: Callable[[], list[tuple[nn.Module, str]]]) -> None:
+    """Remove the buffers of `made_buffers` that are in modules that make what later runs change (`making`)."""
+    for module, name in made():
+        if module in making:
+            del module._buffers[name]
 
 
 @contextmanager
@@ -183,9 +211,16 @@ def _floating_now(change: Change) -> list[torch.Tensor]:
 
 
 def _floating(value: Any, contents: Contents) -> list[torch.Tensor]:
-    copies = [copy.values() if isinstance(copy, dict) else copy for _, copy in contents]
-    items = [item for items in copies for item in items if type(item) not in CONTAINERS] if contents else value
+    items = (
+        [item for _, copy in contents for item in _items(copy) if type(item) not in CONTAINERS] if contents else value
+    )
     return [tensor for tensor in tensors_in(items) if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def _has_stream(value: Any) -> bool:
+    if type(value) in CONTAINERS:
+        return any(map(_has_stream, _items(value)))
+    return isinstance(value, torch.Generator | random.Random | Iterator) or "numpy.random" in type(value).__module__
 
 
 def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list[nn.Module]:
@@ -257,9 +292,13 @@ def _uncopied(change: Change) -> Change:
 def contents_of(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     seen.add(id(container))
     yield container, copy(container)
-    for each in container.values() if isinstance(container, dict) else container:
+    for each in _items(container):
         if type(each) in CONTAINERS and id(each) not in seen:
             yield from contents_of(each, seen)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def as_it_was(container: Any, content: Any) -> bool:

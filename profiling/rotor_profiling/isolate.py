@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from rotor_profiling.attributes import Attributes, modules_of
-from rotor_profiling.storage import equal
-from rotor_profiling.torch_compat import parametrize, unset_fake_temporarily
+from rotor_profiling.attributes import Attributes, drop_made, made_buffers, modules_of
+from rotor_profiling.storage import equal, storages, tensors_in
+from rotor_profiling.torch_compat import TorchDispatchMode, parametrize, unset_fake_temporarily
 
 # A parameter or buffer: the dict `_parameters` or `_buffers` of its module, its name there, and the tensor
 Slot = tuple[dict[str, Any], str, torch.Tensor]
@@ -91,14 +93,14 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
         yield
 
 
-def alias(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a leaf that shares the memory of `parameter`, but neither its gradient nor its hooks."""
+def alias(parameter: torch.Tensor, *, trained: bool = True, copied: bool = False) -> torch.Tensor:
+    """Return a leaf that shares the memory of `parameter`, but neither its gradient nor its hooks; or a copy of it."""
     # Some layers check that a parameter is a Parameter, or has certain attributes: so does its alias.
-    twin = parameter.detach()
+    twin = parameter.detach().clone() if copied else parameter.detach()
     if type(parameter) is nn.Parameter:
-        twin = nn.Parameter(twin)
-    twin.__dict__.update(parameter.__dict__)
-    return twin.requires_grad_()
+        twin = nn.Parameter(twin, requires_grad=trained)
+    twin.__dict__.update(parameter.__dict__, copied=copied)
+    return twin.requires_grad_(trained)
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -119,23 +121,81 @@ def own_parametrizations() -> Iterator[None]:
         yield
 
 
+# Parameters that a forward has written to, as those of `nn.Embedding(max_norm=...)` and of momentum encoders do. Plans
+# store such a stage, and measuring gives it copies.
+_written = WeakTensorKeyDictionary()
+_watched: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def writes_parameters(function: Callable[..., Any]) -> bool:
+    """Return whether a forward has written to a parameter of `function`."""
+    return any(tensor in _written for _, _, tensor in _slots(function, "_parameters"))
+
+
+class _Writes(TorchDispatchMode):
+    """Copies each of the `parameters` before the first operator that writes to it, and restores these when it exits."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._parameters = {address: tensor for tensor in parameters for address in storages([tensor])}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operator._schema.is_mutable:
+            infos = [argument.alias_info for argument in operator._schema.arguments]
+            targets = [value for info, value in zip(infos, args, strict=False) if info is not None and info.is_write]
+            for address in storages(tensors_in(targets)):
+                parameter = self._parameters.get(address)
+                if parameter is not None and parameter not in _written:
+                    _written[parameter] = parameter.detach().clone()
+        return operator(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it so
+        for parameter in self._parameters.values():
+            if (before := _written.get(parameter)) is not None:
+                parameter.data.copy_(before)  # writing to `data` does not raise the version counter
+                _written[parameter] = None
+
+
 @contextmanager
-def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[list[torch.Tensor]]:
+def isolated(
+    function: Callable[..., Any], device: torch.device, *, watch: bool = False
+) -> Iterator[list[torch.Tensor]]:
     """Give `function` aliases of its parameters and copies of its buffers inside this context.
 
     Yields the aliases, which get the gradients: hooks of parameters do not run. On exit, also restores the RNG state
-    and attributes, except caches.
+    and attributes, except caches. `watch`: in the first such run, find and restore parameters that are written to.
     """
-    parameters, buffers = parameter_slots(function), buffer_slots(function)
-    # Copies of parameters would double their memory, and nothing writes to them. Keys are ids, since `==` of tensors is
-    # elementwise. A shared parameter gets one alias, which accumulates its gradient.
-    aliases = {id(tensor): alias(tensor) for _, _, tensor in parameters}
+    slots, buffers = _slots(function, "_parameters"), buffer_slots(function)
+    tensors = {id(tensor): tensor for _, _, tensor in slots}
+    # Copies of all parameters would double their memory. Keys are ids, since `==` of tensors is elementwise. A shared
+    # parameter gets one alias, which accumulates its gradient.
+    new = watch and bool(slots) and function not in _watched
+    aliases = {
+        key: alias(tensor, trained=tensor.requires_grad, copied=tensor in _written)
+        for key, tensor in tensors.items()
+        if tensor.requires_grad or tensor in _written or (new and type(tensor) is nn.Parameter)
+    }
     copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
     with undoing() as undo:
         undo.append(RandomState.now((device,)).restore)
+        undo.append(partial(drop_made, made_buffers(function)))
         undo.append(partial(Attributes(function).put_back, caches=False))
-        with own_parametrizations(), substituted(parameters, aliases), substituted(buffers, copies):
-            yield list(aliases.values())
+        own = substituted([slot for slot in slots if id(slot[2]) in aliases], aliases)
+        writes = _Writes(tensors.values()) if new else nullcontext()
+        with own_parametrizations(), own, substituted(buffers, copies), writes:
+            yield [twin for twin in aliases.values() if twin.requires_grad]
+    if new:
+        _watched.add(function)
+        for key, twin in aliases.items():
+            if storages([twin]).keys() != storages([tensors[key]]).keys():  # the forward has assigned to `data`
+                _written[tensors[key]] = None
 
 
 class Buffers:
@@ -147,7 +207,9 @@ class Buffers:
 
     def put_back(self) -> None:
         for table, before in self._tables:
-            table.update(before)  # keeps buffers that a module's first forward creates
+            for name in table.keys() - before.keys():  # a forward has made it, and maybe changed it: the next makes it
+                del table[name]
+            table.update(before)
         with torch.no_grad():
             for tensor, copy in self._copies.values():
                 if tensor.shape != copy.shape:  # the buffer was resized

@@ -179,7 +179,11 @@ def _run(
     before = [tensor._version for tensor in inputs]
 
     def run(value: Any) -> Any:
-        with During("first run before measuring", name), gathered(module, sharding), isolated(module, device):
+        with (
+            During("first run before measuring", name),
+            gathered(module, sharding),
+            isolated(module, device, watch=True),
+        ):
             output = module(value)
             wait_for(output)
             return output

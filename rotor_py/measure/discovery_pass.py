@@ -64,7 +64,7 @@ class WalkedChain:
 
     def run(self, runner: StageRunner, value: Any) -> Any:
         """Run a stage; return its output as leaves with `requires_grad` as in training, for the next stage."""
-        with isolated(runner.function, self.device), torch.enable_grad():
+        with isolated(runner.function, self.device, watch=True), torch.enable_grad():
             return leaves_of(runner.forward(leaves_of(value)))
 
     def silent_of(self, number: int) -> tuple[int, ...]:

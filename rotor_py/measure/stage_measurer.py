@@ -37,7 +37,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.attributes import kept_bytes
 from rotor_profiling.backends import stopwatch
-from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.isolate import trained_parameters, writes_parameters
 from rotor_profiling.stage.seconds import AsNode, StageRun
 from rotor_profiling.storage import allocated
 from rotor_py.distributed.processes import anywhere
@@ -241,7 +241,11 @@ class StageMeasurer:
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
-            unrepeatable=tuple(i for i, (_, each) in enumerate(cut.stages) if not recall_effects(each).reproducible),
+            unrepeatable=tuple(
+                i
+                for i, (_, each) in enumerate(cut.stages)
+                if not recall_effects(each).reproducible or writes_parameters(each)
+            ),
             spread=self._times.spread(self._kinds),
         )
 

@@ -80,7 +80,8 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
     others = f" and {len(found) - 1} others" if len(found) > 1 else ""
     _log.warning(
         f"every plan stores stage {found[0]!r}{others}: a second run from the same state gave another result (does it "
-        "read a clock, a counter, or a random generator whose state cannot be restored?), or raised without a graph",
+        "read a clock, a counter, or a random generator whose state cannot be restored?), it writes to its parameters, "
+        "or it raises without a graph",
         extra=record_fields("not_reproducible", name=found[0], stages=len(found)),
     )
 

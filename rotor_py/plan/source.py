@@ -23,7 +23,7 @@ from rotor_profiling.torch_compat import FakeTensor, is_fsdp_module
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.compile.stage_code import Config
 from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype, is_sharded
-from rotor_py.errors import record_fields
+from rotor_py.errors import InvalidStateError, record_fields
 from rotor_py.execute import regions
 from rotor_py.execute.instructions import Instructions, NamedStage, Runners, read_sequence
 from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
@@ -35,6 +35,7 @@ from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.step_spec import covers, describe, reaches, spec_of
 from rotor_py.stage.first_run import counters_aside
+from rotor_py.stage.forward_state import made_buffers_dropped
 from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -213,9 +214,19 @@ class LayerSource(SequenceExecutor):
         Returns the only variant, and `value`. Raises UnsupportedModelError if the model cannot be cut.
         """
         parts = LayerParts(sharded=is_sharded(self._model))
-        with operators(), attributes_kept(self._model, caches=False), counters_aside():
-            found = cut(self._model, value, device)
-            measurement = measure(found, value, device, options, parts)
+        try:
+            with (
+                operators(),
+                attributes_kept(self._model, caches=False),
+                counters_aside(),
+                made_buffers_dropped(self._model),
+            ):
+                found = cut(self._model, value, device)
+                measurement = measure(found, value, device, options, parts)
+        except InvalidStateError as error:
+            if error.kind != "attribute_changed":
+                raise
+            return self.measure(value, device, options, room)  # the attribute's tensor is copied now, and restored
         # Replace these only after measuring: if that raises, the earlier plan, which reads them, stays in use.
         self._parts, self._read = parts, []
         return [MeasuredCut(found, measurement)], value

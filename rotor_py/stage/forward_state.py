@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
-from rotor_profiling.attributes import Attributes, Change, left_by, modules_of
-from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
+from rotor_profiling.attributes import Attributes, Change, drop_made, left_by, made_buffers, making, modules_of
+from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing, writes_parameters
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import TorchDispatchMode
@@ -205,6 +205,7 @@ def recorded(
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
     locations = _locations_of(function, hooked=seen is not None and seen.hooked)
     named = NamedState(locations).without_tensors() if locations else None
+    held = [*attributes.values(), *(location.get() for location in locations)]
     world = World.now()
     result: list[Surroundings] = []
     statistics = WrittenStatistics() if slots and function not in _moving else None
@@ -212,7 +213,7 @@ def recorded(
         own_parametrizations(),
         restored_autocast(autocast, cache=torch.is_grad_enabled()),  # without a graph, do not cache weights
         decisions_recorded(function) as decided,
-        other_draws(function) if random else nullcontext([()]) as drawn,
+        other_draws(function, held, hooked=seen is None or seen.hooked) if random else nullcontext([()]) as drawn,
         statistics or nullcontext(),
     ):
         yield result
@@ -268,6 +269,8 @@ def _find_moving(
     else:
         changed |= copies.keys()
     _moving[function] = _moving.get(function, frozenset()) | changed
+    if len(own_buffers(function)) > len(slots):  # the run has made buffers: copy all once more before the next one
+        del _moving[function]
     changed |= _moved_elsewhere.get(function, frozenset())
     if surprise := [slots[i][1] for i in sorted(changed) if i not in copies]:
         what = f"buffer {surprise[0]!r} of stage {name!r}"
@@ -328,7 +331,9 @@ def _statistics(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _copies(function: Callable[..., Any], slots: list[Slot]) -> dict[int, torch.Tensor]:
-    unknown = not isinstance(function, nn.Module) or function not in _moving
+    unknown = (
+        not isinstance(function, nn.Module) or function not in _moving or not making.isdisjoint(modules_of(function))
+    )
     return {i: slot[2].clone() for i, slot in enumerate(slots) if unknown or i in recall_moving(function)}
 
 
@@ -370,6 +375,20 @@ def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]
 
 
+@contextmanager
+def made_buffers_dropped(model: nn.Module) -> Iterator[None]:
+    """On exit, remove the buffers that a forward made in this context, if a later forward changed one of its module."""
+    made = made_buffers(model)
+    try:
+        yield
+    finally:
+        moving = {id(tensor) for function in list(_moving) for tensor in moving_buffers(function)}
+        making.update(module for module, name in made() if id(module._buffers[name]) in moving)
+        drop_made(made)
+        for function in [each for each in _moving if not making.isdisjoint(modules_of(each))]:
+            del _moving[function]  # it has indices of buffers that are gone
+
+
 # Without a graph, some operators, such as recurrent layers on the CPU, use another kernel, which rounds differently. To
 # have the results of plain training, stages with such operators always run with a graph. Measuring finds these stages,
 # and which output tensors require a gradient, as an output without a graph does not show.
@@ -406,7 +425,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
     the stage unchanged. A stage that raises without a graph, as with a hook that calls `register_hook` or `retain_grad`
     on its output, is always stored.
     """
-    attached, reproducible = _detached(made), True
+    attached, reproducible = _detached(made), not writes_parameters(function)
     silent = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
     with isolated(function, device), torch.no_grad():
         try:
@@ -422,7 +441,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
         with _same_run(function, device), decisions_repeated(decided[0]):
             twice.append(_outputs(function, value))
         # On other devices, two runs of a kernel may round differently.
-        reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
+        reproducible &= _equal(*twice) if device.type == "cpu" else _close(*twice)
         differs = differs and _equal(attached, twice[0])
     return GraphEffects(differs, silent, reproducible)
 

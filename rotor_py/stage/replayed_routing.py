@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,10 +18,10 @@ from torch import nn
 from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
-from rotor_py.stage.named_state import named_objects
+from rotor_py.stage.named_state import is_library, named_objects
 
-# Random streams besides PyTorch's RNG: Python's, NumPy's, and generators to which a model refers. Reading their states
-# takes long, so later steps read only those from which the first forward of a stage has drawn.
+# Random streams besides PyTorch's RNG: Python's, NumPy's, and generators to which a model refers. Reading the states of
+# the first two takes long, so a forward reads them only if its code refers to a library that may draw from them.
 
 
 class Stream(NamedTuple):
@@ -30,15 +31,29 @@ class Stream(NamedTuple):
 
 Drawn = tuple[tuple[Stream, Hashable], ...]  # streams from which a forward has drawn, each with its state before
 
-# For each stage, the streams from which its first forward drew.
-_drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
+# For each stage, streams that its code may draw from in any forward, as known before its first.
+_streams: WeakKeyDictionary[Callable[..., Any], list[Stream]] = WeakKeyDictionary()
+_drawing: WeakSet[Callable[..., Any]] = WeakSet()  # stages of which a forward has drawn from one
+_DRAW_NOTHING = {"builtins", "collections", "einops", "functools", "itertools", "math", "operator", "torch", "typing"}
 
 
-def streams_of(function: Callable[..., Any]) -> list[Stream]:
-    found = [Stream(random.getstate, random.setstate)]
-    if "numpy" in sys.modules:
-        found.append(_of_numpy(sys.modules["numpy"].random))
-    return found + streams_among(named_objects(function))
+def streams_of(function: Callable[..., Any], *, by_code: bool = False) -> list[Stream]:
+    """Return Python's and NumPy's streams (if `by_code`, only where code may draw from them), and named generators."""
+    named, found = named_objects(function), list[Stream]()
+    if not by_code or any(map(_may_draw, named)):
+        found.append(Stream(random.getstate, random.setstate))
+        if "numpy" in sys.modules:
+            found.append(_of_numpy(sys.modules["numpy"].random))
+    return found + streams_among(named)
+
+
+def _may_draw(value: Any) -> bool:
+    """Whether a value is code of a library that may draw from Python's or NumPy's RNG."""
+    if not (isinstance(value, ModuleType) or callable(value)):
+        return False
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    name = name or type(getattr(value, "__self__", value)).__module__
+    return is_library(name) and name.partition(".")[0] not in _DRAW_NOTHING and not name.startswith("rotor_")
 
 
 def streams_among(objects: Iterable[Any]) -> list[Stream]:
@@ -53,21 +68,27 @@ def streams_among(objects: Iterable[Any]) -> list[Stream]:
 
 
 @contextmanager
-def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
-    """Yield a list that gets, when the context exits, the random streams from which `function` drew inside it."""
-    known = _drawing.get(function) if isinstance(function, nn.Module) else None
-    before = [(stream, stream.state()) for stream in (streams_of(function) if known is None else known)]
+def other_draws(function: Any, present: Iterable[Any], *, hooked: bool) -> Iterator[list[Drawn]]:
+    """Yield a list that gets, when the context exits, the random streams from which `function` drew inside it, among
+    those that its code names and those in `present`: what its attributes and globals hold in this forward.
+    """
+    known = None if hooked else _streams.get(function)
+    if known is None:
+        known = streams_of(function, by_code=True)
+        if not hooked:  # hooks may change
+            _streams[function] = known
+    before = [(stream, stream.state()) for stream in (*known, *streams_among(present))]
     result: list[Drawn] = []
     yield result
-    drawn = tuple((stream, state) for stream, state in before if known is not None or stream.state() != state)
-    if known is None and isinstance(function, nn.Module):
-        _drawing[function] = tuple(stream for stream, _ in drawn)
+    drawn = tuple((stream, state) for stream, state in before if stream.state() != state)
+    if drawn:
+        _drawing.add(function)
     result.append(drawn)
 
 
 def draws(function: Callable[..., Any]) -> bool:
-    """Whether the first forward of a stage drew from random streams other than PyTorch's RNG."""
-    return isinstance(function, nn.Module) and bool(_drawing.get(function))
+    """Whether a forward of a stage has drawn from random streams other than PyTorch's RNG."""
+    return function in _drawing
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from rotor_py.stage import compression
 from rotor_py.stage.compression import FormKeeper, Packed
 from rotor_py.stage.replayed_routing import streams_of
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
+from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
 from tests.capture.test_partial_saving import Attention, Gated, NewGelu, captured
 from tests.checkpointable.steps import Residual, between, same_gradients, square
 from tests.execute.sequences import any_sequence, everything_again, persistent_sequence
@@ -121,6 +121,42 @@ class Noisy(Block):
         return super().forward(value * torch.rand(value.shape, generator=self.noise))
 
 
+class Late(Block):
+    """Draws from step 2 on, from a stream that is there by then and from one that it makes."""
+
+    step, noise = 0, None
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.step < 2:
+            return super().forward(value)
+        self.noise = self.noise or Stream().manual_seed(3)
+        return super().forward(value * random.random() * torch.rand((), generator=self.noise))
+
+
+class Lazy(Block):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if "count" not in self._buffers:
+            self.register_buffer("count", torch.zeros(()))
+            self.noise, self.total = [Stream().manual_seed(2)], torch.zeros(()).add_(1)
+        self.count += self.total.add_(1)
+        return super().forward(value * torch.rand(value.shape, generator=self.noise[0])) / self.count
+
+
+class Bounded(nn.Module):
+    """Writes to its parameters, as an embedding with bounded norms, and a momentum encoder, do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(8, WIDTH, max_norm=1.0), Block()
+        self.slow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.slow.weight.data = self.slow.weight * 0.9 + self.words.weight.sum() * 0.1
+            self.slow.bias.mul_(0.5)
+        return self.inner(value + self.words(torch.arange(len(value)) % 8)) - self.slow(value)
+
+
 def states(model: nn.Module) -> list[Any]:
     return [stream.state() for stream in streams_of(model)]
 
@@ -132,7 +168,7 @@ def seed(number: int) -> None:
 
 def test_numbers_and_streams_are_those_of_plain_training() -> None:
     seed(0)
-    model, value = nn.Sequential(*(make() for make in 2 * (Skipped, Scaled, Noisy))), torch.randn(64, WIDTH)
+    model, value = nn.Sequential(*(make() for make in 2 * (Skipped, Scaled, Noisy, Late, Lazy))), torch.randn(64, WIDTH)
     plain, trained = copy.deepcopy(model), copy.deepcopy(model)
     before = states(trained)
     planned = Checkpointable(trained, value, "1GB", fresh_grads=True, cache=False, watch=False)
@@ -143,11 +179,34 @@ def test_numbers_and_streams_are_those_of_plain_training() -> None:
         for network, own in ((plain, plain), (planned, trained)):
             network.zero_grad()
             seed(step)
+            for layer in own:
+                layer.step = step
             output = network(value)
             output.square().mean().backward()
             after.append(states(own))
         assert after[0] == after[1]
         assert same_gradients(trained, plain)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Residual])  # a chain, and captured
+def test_a_stage_that_writes_to_its_parameters_is_stored_and_measuring_restores_them(kind: type[nn.Sequential]) -> None:
+    model, value = kind(Bounded(), Block(), Block(), Block(), Bounded()), torch.randn(64, WIDTH)
+    plain, before = copy.deepcopy(model), copy.deepcopy(model)
+    planned = Checkpointable(model, value, "1GB", fresh_grads=True, cache=False)
+    assert_equal_parameters(model, before)
+    planned.compute_sequence(planned.budget.least_bytes())
+    assert planned.sequence != store_all(planned.budget.chain)
+    for _ in range(3):
+        for network in (plain, planned):
+            network.zero_grad()
+            network(value).square().mean().backward()
+        assert_equal_parameters(model, plain)
+        assert same_gradients(model, plain)
+
+
+def assert_equal_parameters(model: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 CPU = torch.device("cpu")
