@@ -129,7 +129,7 @@ class Attributes:
         made = {id(change) for change in changes if change.value is None or change.value is _MISSING}
         for change in changes:
             moving = change.name in _changing[change.module] | _written[change.module]
-            if id(change) in made and (moving or _has_stream(vars(change.module).get(change.name))):
+            if id(change) in made and (moving or _may_advance(vars(change.module).get(change.name))):
                 making.add(change.module)
         for change in changes:
             if caches or id(change) not in made or change.module in making:
@@ -217,10 +217,13 @@ def _floating(value: Any, contents: Contents) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(items) if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def _has_stream(value: Any) -> bool:
+def _may_advance(value: Any) -> bool:
+    """Whether a value is, or has, a generator, an iterator, or an object without tensors, which runs may change."""
     if type(value) in CONTAINERS:
-        return any(map(_has_stream, _items(value)))
-    return isinstance(value, torch.Generator | random.Random | Iterator) or "numpy.random" in type(value).__module__
+        return any(map(_may_advance, _items(value)))
+    if isinstance(value, torch.Generator | random.Random | Iterator) or "numpy.random" in type(value).__module__:
+        return True
+    return hasattr(value, "__dict__") and not callable(value) and not tensors_in(value)
 
 
 def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list[nn.Module]:
