@@ -345,7 +345,7 @@ def account_for(
             "counts from the start."
         )
     if other > least:
-        rest = f", or write mem_limit={limit - other}" if other < limit else ""
+        rest = f", or write mem_limit={limit - other}" if budget.least_bytes() <= limit else ""
         of_others = (
             f" It holds {format_bytes(other)} that the plan does not count, such as other inputs and outputs, or "
             f"graphs of gradients: free them{rest}."
