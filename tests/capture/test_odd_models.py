@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,6 +272,21 @@ def test_a_step_with_own_autograd_functions_keeps_to_the_plan_without_the_collec
     (gradient,) = torch.autograd.grad(planned(value.requires_grad_()).sum(), value, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         gradient.square().sum().backward()
+
+
+class Caching(Layers):
+    """Like T5, whose decoder has a configuration of its own: it fills a cache unless the argument says no."""
+
+    config = SimpleNamespace(use_cache=False)
+
+    def forward(self, value: torch.Tensor, use_cache: bool | None = None) -> tuple[torch.Tensor, ...]:
+        made = super().forward(value)
+        return (made,) if use_cache is False else (made, self.layers[0](value))
+
+
+def test_no_part_of_a_model_fills_a_cache() -> None:
+    planned = Checkpointable(Caching(), mem_limit="1GB", loss=lambda made: square(made[0]))
+    assert len(planned(torch.randn(8, WIDTH))) == 1
 
 
 def test_a_number_in_a_region_is_not_taken_for_an_input() -> None:
