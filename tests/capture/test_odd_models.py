@@ -220,6 +220,15 @@ class Reversing(Layers):
         return self.layers[1](Reverse.apply(super().forward(value)))  # type: ignore[no-untyped-call]  # torch's
 
 
+class Drawing(Layers):
+    """Draws after a dropout, by operators whose names do not say so, and that need no gradient."""
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        rows = torch.ones(1, 4, 8)
+        drawn = F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.5).sum()
+        return F.dropout(value, 0.2).sin() * torch.ones(WIDTH).geometric_(0.5) * (1 + drawn)
+
+
 class Skipping(Layers):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         kept = value = self.layers[0](value).tanh()
@@ -238,6 +247,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "overwritten after a break": (Masked, (512, WIDTH), 0),
     "checkpointed regions": (Regions, (512, WIDTH), 0),
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
+    "draws by other names": (Drawing, (256, WIDTH), 0),
     "own function": (Reversing, (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
 }

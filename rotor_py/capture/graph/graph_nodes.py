@@ -73,8 +73,13 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-# An operator counts as random if its name contains one of these words: torch has no list of random functions.
+# A function counts as random if its name contains one of these words, or if torch's operator of that name has the tag of
+# random ones: torch has no list of random functions.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
+_RANDOM += ("gumbel", "fractional", "lowrank")
+# Functions with the tag that draw only with dropout: for each, the position of its probability among the arguments.
+_WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # `draws_random_numbers` tells of these
 _AUGMENTED = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
 _IN_PLACE = {operator.setitem, operator.delitem, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
 # `operator.and_` and others end in an underscore because `and` is reserved, not because they work in place.
@@ -134,7 +139,17 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    return any(word in name_of(node) for word in _RANDOM)
+    name = name_of(node)
+    if (place := _WITH_DROPOUT.get(name)) is not None:
+        return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    return any(word in name for word in _RANDOM) or _is_tagged(name)
+
+
+@cache
+def _is_tagged(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None or name in _RECURRENT else [getattr(packet, each) for each in packet.overloads()]
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
 
 
 def module_path(node: fx.Node) -> str:
