@@ -51,11 +51,11 @@ class Partly(nn.Linear):
         self.unused = nn.Parameter(torch.ones(3))
 
 
-def partly() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(Partly(), nn.Tanh()) for _ in range(4)))
-
-
-MODELS = {"chain": chain, "captured": Residual, "partly chain": partly}
+MODELS = {
+    "chain": chain,
+    "captured": Residual,
+    "partly chain": lambda: nn.Sequential(*(nn.Sequential(Partly(), nn.Tanh()) for _ in range(4))),
+}
 BATCH = 256
 
 
@@ -210,12 +210,6 @@ CROSSED = [("chain", "inside"), ("captured", "outside")]
 """Each order and each kind of model once."""
 
 
-def assert_same(found: list[tuple[str, list[str]]]) -> None:
-    assert [different for _, different in found] == [[]] * len(found)
-    (sequence,) = {sequence for sequence, _ in found}
-    assert re.search(NOT_WHOLE, sequence)
-
-
 @pytest.mark.parametrize(
     ("kind", "order", "accumulated", "options"),
     [
@@ -231,7 +225,10 @@ def assert_same(found: list[tuple[str, list[str]]]) -> None:
 def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
     processes: Processes, kind: str, order: str, accumulated: int, options: dict[str, Any]
 ) -> None:
-    assert_same(processes.run(same_as_plain, kind, order, limit_of(processes, kind), accumulated, options))
+    found = processes.run(same_as_plain, kind, order, limit_of(processes, kind), accumulated, options)
+    assert [different for _, different in found] == [[]] * len(found)
+    (sequence,) = {sequence for sequence, _ in found}
+    assert re.search(NOT_WHOLE, sequence)
 
 
 @pytest.mark.parametrize(("kind", "order"), CROSSED)

@@ -13,6 +13,7 @@ from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, est
 from rotor_py.estimation.device_table import find_device
 from rotor_py.report import Report
 from tests.estimation.conftest import Block
+from tests.execute.zoo import Last
 from tests.fields import raises
 
 BLOCK = 512
@@ -73,7 +74,7 @@ def test_a_model_its_optimizer_the_process_and_counts_of_steps_stay_and_afterwar
 
 def test_a_calibrated_cpu_runs_the_operators_of_the_cpu() -> None:
     cpu = replace(find_device("l4"), vendor="cpu")
-    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.LSTMCell(64, 64), First())
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.LSTMCell(64, 64), Last())
     found = [estimate(model, torch.empty(512, 64), each, loss=torch.mean) for each in (cpu, "mi300x", "l4")]
     # The mask of the CPU has the numbers' width.
     assert [each.measurement.stages[1].saved_bytes for each in found] == [512 * 64 * (4 + size) for size in (4, 1, 1)]
@@ -101,11 +102,6 @@ def test_layers_of_a_chain_are_stored_in_part_as_where_they_are_measured_with_th
     assert bytes_in_part(there) == bytes_in_part(measured) < there.measurement.stages[1].saved_bytes
     gpu = estimate(lambda: residual(0.1), batch, "l4", loss=torch.mean)
     assert bytes_in_part(gpu) - bytes_in_part(there) == 2048 * 256, "a mask of one byte a number, not of four"
-
-
-class First(nn.Module):
-    def forward(self, value: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return value[0]
 
 
 class Reads(nn.Linear):

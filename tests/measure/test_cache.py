@@ -144,11 +144,6 @@ def rewritten(file: Path, digest: bool, **changes: Any) -> None:
     file.write_text(json.dumps(data))
 
 
-def made_a_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 RUNS = [{"ways": [[5.0, 5.0]], "node": [5.0, 5.0]}]
 NEGATIVE = [{"ways": [[-5.0, -5.0]], "node": [-5.0, -5.0]}]
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -156,7 +151,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "forged": lambda file: rewritten(file, False, runs=RUNS),
     "forged with its digest": lambda file: rewritten(file, True, runs=NEGATIVE),
     "without runs": lambda file: rewritten(file, True, runs=[]),
-    "a pipe": made_a_pipe,
+    "a pipe": lambda file: [file.unlink(), os.mkfifo(file)],
 }
 
 
