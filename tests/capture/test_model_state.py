@@ -17,8 +17,7 @@ from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.capture import captured_forward, tracing
 from rotor_solver import store_all
 from tests.capture.steps import assert_same_gradients, assert_same_step, planned_and_plain, planned_for
-from tests.capture.test_partial_saving import Stack
-from tests.checkpointable.steps import CPU, Tower, between, said_in, step_peak
+from tests.checkpointable.steps import CPU, Stack, Tower, between, said_in, step_peak
 from tests.execute.test_bit_for_bit import WIDTH, Block, Noisy, Scaled
 from tests.fields import logged
 from tests.plan.test_step_plans import plans_counted
@@ -410,35 +409,28 @@ def test_lengths_beyond_the_most_graphs_of_a_model_are_planned_for_too(captured,
     assert len(captured) >= 4
 
 
-class Repeating(nn.Module):
+class Repeating(nn.Linear):
     """For short inputs it does something else, which takes more memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 32)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         if value.shape[1] > 16:
-            return value + self.layer(value).tanh().sin()
-        return value + self.layer(value.repeat(1, 8, 1)).tanh().sin().unflatten(1, (8, -1)).mean(1)
+            return value + super().forward(value).tanh().sin()
+        return value + super().forward(value.repeat(1, 8, 1)).tanh().sin().unflatten(1, (8, -1)).mean(1)
 
 
-class Padding(nn.Module):
+class Padding(Stack):
     """Stages have the same names either way."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.blocks = nn.Linear(32, 32), nn.ModuleList(Repeating() for _ in range(4))
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.enter(value)
-        for block in self.blocks:
-            value = block(value)
-        return value
+        return super().forward(value)
+
+
+def padding() -> Padding:
+    return Padding(nn.Linear(32, 32), *(Repeating(32, 32) for _ in range(4)))
 
 
 def test_a_model_that_does_something_else_for_small_inputs_has_a_plan_for_them_too(captured, caplog) -> None:
-    planned, plain = planned_and_plain(Padding(), rows(8, 64), share=0.5)
+    planned, plain = planned_and_plain(padding(), rows(8, 64), share=0.5)
     long = planned.sequence
     with plans_counted(planned) as measured:
         assert_trains_like(planned, plain, rows(8, 14))
@@ -450,7 +442,7 @@ def test_a_model_that_does_something_else_for_small_inputs_has_a_plan_for_them_t
 
 
 def test_a_small_input_that_takes_too_much_is_refused_and_others_train_on(captured: list[object]) -> None:
-    planned, plain = planned_and_plain(Padding(), rows(8, 64))
+    planned, plain = planned_and_plain(padding(), rows(8, 64))
     with pytest.raises(InfeasibleError):
         planned(torch.randn(8, 16, 32))
     assert_follows(planned, plain, rows, (8, 60))

@@ -25,7 +25,7 @@ from rotor_py.capture.graph.selective_recompute import IN_PART
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence
 from tests.capture.steps import adamw, assert_same_step, compare, in_part
-from tests.checkpointable.steps import between, square, without_collector
+from tests.checkpointable.steps import Stack, between, square, without_collector
 from tests.fields import logged, raises
 
 WIDTH, ROWS = 32, 1024
@@ -82,17 +82,6 @@ class LongAttention(nn.Module):
         q, k, v = (each(y).unflatten(-1, (4, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
         found = F.scaled_dot_product_attention(q * 0.5, k, v, is_causal=True)
         return x + self.out(found.transpose(1, 2).flatten(2))
-
-
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def captured(*layers: nn.Module, rows: int = 64) -> tuple[Checkpointable, torch.Tensor]:

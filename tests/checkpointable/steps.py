@@ -31,6 +31,19 @@ class Residual(nn.Sequential):
         return value + super().forward(value)
 
 
+class Stack(nn.Module):
+    """Layers one after the other. No chain: TorchDynamo captures it."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Tower(nn.Module):
     """Linear layers with skips around them. No chain: TorchDynamo captures it."""
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,18 @@ from transformers.modeling_outputs import CausalLMOutput
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, recompute_all, store_all
-from tests.checkpointable.steps import CPU, Residual, Tower, between, blocks, images, planned_at, square, step_peak
+from tests.checkpointable.steps import (
+    CPU,
+    Residual,
+    Stack,
+    Tower,
+    between,
+    blocks,
+    images,
+    planned_at,
+    square,
+    step_peak,
+)
 from tests.execute.sequences import any_sequence, persistent_sequence
 from tests.fields import logged
 
@@ -276,33 +288,19 @@ def test_held_outputs_are_told_once_and_planned_for_in_every_later_plan(caplog) 
     assert len(logged(caplog, "over_limit")) == 1
 
 
-class Broken(nn.Module):
+class Broken(nn.Linear):
     """A block with a graph of its own, as the graph breaks before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(32, 32)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
-        return value * self.inner(value).sigmoid()
-
-
-class Blocks(nn.Module):
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(4 * [Broken()] if again else [Broken() for _ in range(4)])
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            value = block(value)
-        return value
+        return value * super().forward(value).sigmoid()
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_graph_breaks_cost_nothing(again: bool) -> None:
     torch.manual_seed(0)
-    model, value = Blocks(again), torch.randn(256, 32)
+    blocks = 4 * [Broken(32, 32)] if again else [Broken(32, 32) for _ in range(4)]
+    model, value = Stack(*blocks), torch.randn(256, 32)
 
     def step(network: nn.Module) -> None:
         output = network(value)
@@ -351,35 +349,27 @@ def test_the_sum_of_a_tied_weights_gradients_counts(fresh: bool) -> None:
         assert peak(planned, step, words, fresh=fresh) <= predicted <= 1.02 * plain
 
 
-class Normed(nn.Module):
+class Normed(nn.Linear):
     """A hook computes its weight anew in every forward, and leaves it in an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.utils.weight_norm(nn.Linear(64, 64))
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.inner(value).tanh()
+        return value + super().forward(value).tanh()
 
 
-class Watched(nn.Module):
+class Watched(nn.Linear):
     """It leaves its weights of the features in an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.seen = nn.Linear(64, 64), None
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        weights = self.inner(value).softmax(-1)
+        weights = super().forward(value).softmax(-1)
         self.seen = weights.detach()
         return value * weights
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("kind", [Normed, Watched])
-def test_what_a_forward_leaves_in_an_attribute_counts(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("make", [lambda: nn.utils.weight_norm(Normed(64, 64)), lambda: Watched(64, 64)])
+def test_what_a_forward_leaves_in_an_attribute_counts(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model, value = nn.Sequential(*(kind() for _ in range(4))), torch.randn(256, 64)
+    model, value = nn.Sequential(*(make() for _ in range(4))), torch.randn(256, 64)
 
     def peak_of(network: nn.Module) -> int:
         return [peak(network, lambda each: square(each(value)).backward(), value) for _ in range(2)][1]

@@ -20,7 +20,7 @@ from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.operator_costs import Cost
 from rotor_py.compile.stage_code import Compile, NotCompilableError
 from rotor_solver import Persistent, Sequence, store_all
-from tests.checkpointable.steps import between, step_peak
+from tests.checkpointable.steps import Stack, between, step_peak
 from tests.checkpointable.steps import square as loss
 from tests.execute.test_moving import same as same
 
@@ -43,16 +43,10 @@ class Block(nn.Module):
         return value + self.outer(nn.functional.dropout(inner, 0.3, self.training)) + self.shared(value)
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
         weight = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList(Block(weight) for _ in range(blocks))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            value = block(value)
-        return value
+        super().__init__(*(Block(weight) for _ in range(blocks)))
 
 
 class Wide(nn.Module):

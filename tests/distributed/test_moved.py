@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_py import Checkpointable
 from rotor_py.errors import OffloadError
 from rotor_py.offload import open_tier as tiers
-from tests.capture.test_partial_saving import Stack
+from tests.checkpointable.steps import Stack
 from tests.distributed import steps
 from tests.distributed.processes import Processes, least_peak
 from tests.training.stepping import Block

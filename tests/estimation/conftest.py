@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.checkpointable.steps import Residual
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -14,14 +15,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 WIDTH = 256
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.drop(self.down(nn.functional.gelu(self.up(self.norm(value)))))
+        inside = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        super().__init__(nn.LayerNorm(width), *inside)
 
 
 class Calls(TorchDispatchMode):

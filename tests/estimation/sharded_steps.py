@@ -21,6 +21,7 @@ from rotor_py.estimation.simulated_step import Communication, SimulatedStep
 from rotor_py.estimation.simulated_target import PredictedDevice, shard_parameters, world_of
 from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
+from tests.checkpointable.steps import Stack
 from tests.distributed import fsdp_models
 from tests.distributed.processes import mesh, on_all_ranks
 from tests.estimation.conftest import Block
@@ -30,24 +31,13 @@ CPU = torch.device("cpu")
 ON_THE_CPU = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 
 
-class Blocks(nn.Module):
-    """A transformer without attention: blocks in a list, and layers around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, 0.0) for _ in range(2))
-        self.last = nn.Linear(WIDTH, 512)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.first(value)
-        for block in self.blocks:
-            value = block(value)
-        return self.last(value)
+def blocks() -> Stack:
+    """A transformer without attention: blocks, and layers around them."""
+    return Stack(nn.Linear(WIDTH, WIDTH), *(Block(WIDTH, 0.0) for _ in range(2)), nn.Linear(WIDTH, 512))
 
 
 CASES = {
-    "blocks": lambda: (Blocks(), {"value": torch.randn(ROWS, WIDTH)}),
+    "blocks": lambda: (blocks(), {"x": torch.randn(ROWS, WIDTH)}),
     "llama": lambda: (fsdp_models.llama(num_hidden_layers=1), fsdp_models.batches("llama", 0, 1)[0]),
 }
 """Models that are made anew at each call, each with a batch."""

@@ -14,7 +14,7 @@ from rotor_profiling import loss_layouts
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.discovery_pass import DiscoveryPass
 from rotor_py.measure.planning_lock import freeze_gc
-from tests.checkpointable.steps import between, same_gradients, square, step_peak
+from tests.checkpointable.steps import Residual, between, same_gradients, square, step_peak
 from tests.execute.starved import Capacity
 from tests.fields import raises
 
@@ -171,13 +171,13 @@ def with_large_output() -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 200))
 
 
-def cross_entropy(output: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.transpose(1, 2), LABELS)
-
-
 @pytest.mark.parametrize(
     ("make", "loss"),
-    [(lstms, square), (with_elementwise_layers, square), (with_large_output, cross_entropy)],
+    [
+        (lstms, square),
+        (with_elementwise_layers, square),
+        (with_large_output, lambda output: F.cross_entropy(output.transpose(1, 2), LABELS)),
+    ],
 )
 def test_copies_that_backwards_begin_with_are_inside_the_limit(make, loss) -> None:
     planned, sample = Checkpointable(make(), loss=loss, fresh_grads=True), torch.randn(16, 12, 48)
@@ -236,14 +236,8 @@ def test_a_gradient_that_only_passes_through_stages_needs_few_walks(walks: list[
 WIDTH = 32
 
 
-class Wide(nn.Module):
-    def __init__(self, factor: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.a, self.b = nn.Linear(WIDTH, factor * WIDTH), nn.Linear(factor * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(F.gelu(self.a(self.norm(x))))
+def wide(factor: int) -> nn.Module:
+    return Residual(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, factor * WIDTH), nn.GELU(), nn.Linear(factor * WIDTH, WIDTH))
 
 
 class ReadAgain(nn.Module):
@@ -256,13 +250,13 @@ class ReadAgain(nn.Module):
         super().__init__()
         self.trained = trained
         self.first, self.product, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.blocks = nn.ModuleList(Wide(factor) for factor in (1, 1, 16, 2, 8, 8))
+        self.blocks = nn.ModuleList(wide(factor) for factor in (1, 1, 16, 2, 8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         read = self.first(x) if self.trained else F.dropout(x, 0.5)
         value = read if self.trained else read + self.first(x)
         for number, block in enumerate(self.blocks):
-            value = value + block(value)
+            value = block(value)
             if number in (1, 4):
                 value = value + read
             elif number != 2:

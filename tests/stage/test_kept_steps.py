@@ -19,8 +19,8 @@ from rotor_py.stage.compression import FEWER_BITS, FormKeeper, Packed, word_of
 from rotor_py.stage.saved_tensors import HandingOver, Need, Saved
 from rotor_solver import ForwardEnable, Sequence
 from tests.capture.steps import adamw, compare
-from tests.capture.test_partial_saving import WIDTH, Attention, Gated, NewGelu, Stack
-from tests.checkpointable.steps import between, square
+from tests.capture.test_partial_saving import WIDTH, Attention, Gated, NewGelu
+from tests.checkpointable.steps import Stack, between, square
 from tests.fields import raises
 
 

@@ -33,8 +33,8 @@ from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage, recompute_all
 from tests.capture.steps import adamw, compare
-from tests.capture.test_partial_saving import WIDTH, Gated, Stack, captured
-from tests.checkpointable.steps import square
+from tests.capture.test_partial_saving import WIDTH, Gated, captured
+from tests.checkpointable.steps import Stack, square
 from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.fields import raises
 from tests.solver.strategies import unit_chain

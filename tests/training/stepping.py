@@ -3,15 +3,13 @@
 import torch
 from torch import nn
 
+from tests.checkpointable.steps import Residual
 
-class Block(nn.Module):
+
+class Block(Residual):
     def __init__(self, width: int, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(value)))))
+        inside = nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        super().__init__(nn.LayerNorm(width), *inside, nn.Dropout(dropout) if dropout else nn.Identity())
 
 
 class Language(nn.Module):

@@ -11,8 +11,7 @@ from torch import nn
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
 from tests.capture.steps import adamw
-from tests.capture.test_partial_saving import Stack
-from tests.checkpointable.steps import between, square
+from tests.checkpointable.steps import Stack, between, square
 from tests.stage.test_kept_steps import stored_by
 from tests.training.stepping import Block
 
