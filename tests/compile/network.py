@@ -49,18 +49,12 @@ class Net(Stack):
         super().__init__(*(Block(weight) for _ in range(blocks)))
 
 
-class Wide(nn.Module):
+class Wide(Stack):
     """Blocks of which Inductor makes few kernels: each takes a second to compile."""
 
     def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.into = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(blocks))
-        self.back = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(blocks))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for into, back in zip(self.into, self.back, strict=True):
-            value = back(nn.functional.gelu(into(value)))
-        return value
+        layers = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        super().__init__(*(nn.Sequential(*copy.deepcopy(layers)) for _ in range(blocks)))
 
 
 def batch(rows: int = 64) -> torch.Tensor:

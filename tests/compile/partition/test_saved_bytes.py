@@ -1,5 +1,6 @@
 """What Inductor saves of convolutions, and what they take beside inputs and outputs, is what the joint graph shows."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -76,23 +77,14 @@ def test_a_compiled_stage_saves_its_weights_and_no_copies_by_a_pass_that_runs_af
             assert isinstance(second, SavedInputs)
 
 
-class Depthwise(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.apart = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
-        self.up, self.down = nn.Conv2d(channels, 4 * channels, 1), nn.Conv2d(4 * channels, channels, 1)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.down(nn.functional.gelu(self.up(self.apart(value))))
-
-
 def deep() -> nn.Module:
     """As at the bottom of a U-Net: weights that are much larger than images."""
     return nn.Sequential(*(nn.Conv2d(128, 128, 3, padding=1, bias=False) for _ in range(2)))
 
 
 def apart() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(8, 128, 1), *(Depthwise(128) for _ in range(3)))
+    depthwise = nn.Conv2d(128, 128, 7, padding=3, groups=128), nn.Conv2d(128, 512, 1), nn.GELU(), nn.Conv2d(512, 128, 1)
+    return nn.Sequential(nn.Conv2d(8, 128, 1), *(Residual(*copy.deepcopy(depthwise)) for _ in range(3)))
 
 
 def test_the_peak_of_convolutions_that_run_one_by_one_is_that_of_the_graph() -> None:
