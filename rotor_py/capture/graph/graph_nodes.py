@@ -73,8 +73,8 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-# A function counts as random if its name contains one of these words, or if torch's operator of that name has the tag of
-# random ones: torch has no list of random functions.
+# A function counts as random if its name contains one of these words, or if torch has tagged the operator of that name
+# as random: torch has no list of random functions.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 _RANDOM += ("gumbel", "fractional", "lowrank")
 # Functions with the tag that draw only with dropout: for each, the position of its probability among the arguments.
