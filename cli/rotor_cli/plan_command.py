@@ -182,8 +182,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
     assert network.budget is not None
     assert network.inspection_values is not None
     found = replace(facts, budget=network.budget, measurement=network.inspection_values)
-    compiled = network.compiled if request.compile else None
-    return replace(found, mem_limit=limit, sequence=sequence, compiled=compiled)
+    return replace(found, mem_limit=limit, sequence=sequence, compiled=network.compiled if request.compile else None)
 
 
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: Target) -> Facts:

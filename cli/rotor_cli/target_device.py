@@ -105,8 +105,7 @@ def target_of(request: Request) -> Target:
             each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
         with about_option("--device-memory"):
             devices = replace(devices, each=replace(each, memory_bytes=size))
-    simulated = SimulatedDevices(devices, shard=request.shard, precision=precision)
-    return Target(torch.device("cpu"), simulated, autocast)
+    return Target(torch.device("cpu"), SimulatedDevices(devices, shard=request.shard, precision=precision), autocast)
 
 
 def limit_on(device: torch.device, text: str | None) -> int:
@@ -128,5 +127,4 @@ def print_calibration(name: str | None) -> None:
     except torch.OutOfMemoryError as error:
         message = f"{device} has too little free memory to be measured: {error}"
         raise Failure(message, INFEASIBLE, kind="device_full", name="--calibrate") from error
-    key = re.sub(r"[^a-z0-9]+", "-", found.name.lower()).strip("-")
-    click.echo(as_toml(key, found), nl=False)
+    click.echo(as_toml(re.sub(r"[^a-z0-9]+", "-", found.name.lower()).strip("-"), found), nl=False)

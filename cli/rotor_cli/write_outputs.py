@@ -252,8 +252,7 @@ def _operation(pid: int, facts: Facts, ran: TimedOperation, more: dict[str, int]
 
 def _measured(facts: Facts, found: Verification) -> Iterator[Event]:
     if found.operations:
-        first = found.operations[0].begin
-        yield _complete("before the stages", MEASURED, FORWARD, 0.0, first, {})
+        yield _complete("before the stages", MEASURED, FORWARD, 0.0, found.operations[0].begin, {})
         for ran in found.operations:
             yield from _operation(MEASURED, facts, ran, {})
         end = found.operations[-1].begin + found.operations[-1].seconds

@@ -213,8 +213,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | 
     for each in with_inner(optimizer):
         for parameter in (one for group in each.param_groups for one in group["params"]):
             known |= {id(parameter), id(parameter.grad)}
-        values = [*each.state.values(), *_own(each).values()]
-        kept |= {id(tensor): tensor for tensor in tensors_in(values)}
+        kept |= {id(tensor): tensor for tensor in tensors_in([*each.state.values(), *_own(each).values()])}
     return bytes_like((kept[at] for at in kept.keys() - known if kept[at].device.type in kinds), kind)
 
 

@@ -158,8 +158,7 @@ class CapturedGraph:
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
         """Run the context. Return the first stage's inputs, and the graph's inputs and context's results by node."""
         if not self.has(arguments):
-            now = zip(self._owned, map(arguments.__getitem__, self._owned_at), strict=True)
-            self._bind(dict(now))
+            self._bind(dict(zip(self._owned, map(arguments.__getitem__, self._owned_at), strict=True)))
         values = dict(zip(self._placeholders, arguments, strict=True))
         if self._context is not None:
             made = _run_context(self._context, [values[node] for node in self._facts.given])

@@ -153,8 +153,7 @@ class CapturedLayer(StageOffers):
             torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
             state = RandomState.now((device,))
             gradients = [tensor.grad for tensor in (*tensors_in(leaf), *parameters)]
-            numbers = [*(tensor.detach() for tensor in made), *gradients, *self.layer.buffers()]
-            return numbers, state, saved.found
+            return [*(tensor.detach() for tensor in made), *gradients, *self.layer.buffers()], state, saved.found
 
     def _run_in_part(self, way: str, skip_output: bool, value: Any) -> Any:
         if not calls_forward_alone(self.layer, but_for_its_hooks=self._sharded):
@@ -200,10 +199,9 @@ class CapturedLayer(StageOffers):
     def _warn(self, cause: str) -> None:
         if not self._warned:
             self._warned = True
-            why = record_fields("stored_whole", name=self._name)
             _log.warning(
                 "layer %s stores all saved tensors, not a part: %s. Steps may exceed the limit: call measure() again",
-                self._name, cause, extra=why,
+                self._name, cause, extra=record_fields("stored_whole", name=self._name),
             )  # fmt: skip
 
 

@@ -175,8 +175,7 @@ def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulat
     chain = replace(measured, outputs_held=False, output_held=output_held).chain(fresh_gradients=True)
     sequence = store_all(chain)
     whole = simulate(chain, sequence)
-    carried = sum(each.nbytes for each in measured.carried)
-    return whole, whole.after[sequence.index(Loss()) - 1] + carried
+    return whole, whole.after[sequence.index(Loss()) - 1] + sum(each.nbytes for each in measured.carried)
 
 
 # If the first partition fits, share of a step's time that a second must promise to save. A guess: compiling is slow.

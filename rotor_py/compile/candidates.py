@@ -103,8 +103,7 @@ class Stages:
 
     @cached_property
     def members(self) -> list[list[fx.Node]]:
-        bounds = [*self.cuts, len(self.joint.forward)]
-        return [self.joint.forward[a:b] for a, b in pairwise(bounds)]
+        return [self.joint.forward[a:b] for a, b in pairwise([*self.cuts, len(self.joint.forward)])]
 
     @cached_property
     def stage_of(self) -> dict[fx.Node, int]:

@@ -51,8 +51,7 @@ def _results(
         arriving = [torch.randn_like(tensor) for tensor in ends]
         wanted = [tensor for tensor in (*tensors_in(entered), *parameters) if tensor.requires_grad]
         gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
-        buffers = [tensor for _, _, tensor in buffer_slots(stage)]
-        return [*(tensor.detach() for tensor in made), *buffers, *gradients]
+        return [*(tensor.detach() for tensor in made), *(tensor for _, _, tensor in buffer_slots(stage)), *gradients]
 
 
 def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], TreeSpec]:

@@ -145,8 +145,7 @@ def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, int]]) ->
             if kind in seconds and kind in scratch:
                 _known[kind] = Cost(seconds[kind], scratch[kind])
             else:
-                touched = sum(map(joint.bytes_of, {node, *node.all_input_nodes}))
-                _known[kind] = Cost(touched / _BYTES_PER_SECOND)
+                _known[kind] = Cost(sum(map(joint.bytes_of, {node, *node.all_input_nodes})) / _BYTES_PER_SECOND)
 
 
 def _prepared(node: fx.Node, last: int) -> Callable[[], Any]:

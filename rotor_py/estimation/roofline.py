@@ -141,8 +141,7 @@ def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
     if packet in _ROWS:
         return 2 * touched(written) + touched(given[1:])
     if packet in _ONE_OF_EACH_ROW:
-        target = argument(func, args, kwargs, "target")
-        return 2 * touched([target]) + touched(written)
+        return 2 * touched([argument(func, args, kwargs, "target")]) + touched(written)
     if packet in _WRITE_ONLY:
         given = given[len(_written(func, args, kwargs)) :]
     return touched(given) + touched(written)
@@ -250,8 +249,7 @@ def _index_put(call: _Call) -> int:
     func, args, kwargs, _ = call
     if not argument(func, args, kwargs, "accumulate"):
         return 0
-    indices = tensors_in(argument(func, args, kwargs, "indices"))
-    return 6 * _LONG * max((each.numel() for each in indices), default=0)
+    return 6 * _LONG * max((each.numel() for each in tensors_in(argument(func, args, kwargs, "indices"))), default=0)
 
 
 def _sort(call: _Call) -> int:

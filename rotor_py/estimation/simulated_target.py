@@ -256,8 +256,7 @@ class SimulatedDevices:
         device = self.devices.each
         if self._mesh is None:
             return find_reservation(step, device, lambda: followed_by_plan(step, device).events, keep_limit=keep_limit)
-        requests = partial(self._communication.requests, step)
-        found = find_reservation(step, device, requests, keep_limit=keep_limit)
+        found = find_reservation(step, device, partial(self._communication.requests, step), keep_limit=keep_limit)
         self._communication.promise(step)
         return found
 

@@ -196,8 +196,7 @@ class Budget:
     def least_bytes(self) -> int:
         """Return the least limit, in bytes, for which there is a plan."""
         # Storing everything may need least memory: the snapshots of a plan that recomputes may take more than it saves.
-        stored = self.peak_bytes(store_all(self.chain))
-        return min(stored, self.peak_bytes(self._least_sequence()))
+        return min(self.peak_bytes(store_all(self.chain)), self.peak_bytes(self._least_sequence()))
 
     def _least_sequence(self) -> Sequence:
         if self.forwards == 1:

@@ -147,8 +147,7 @@ def _code() -> str:
 @cache
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith("model name"))
+        return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     except (OSError, StopIteration):
         return f"{platform.machine()} {platform.processor()}"
 

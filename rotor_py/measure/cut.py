@@ -142,8 +142,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
             groups[first:] = [[*itertools.chain.from_iterable(groups[first:]), (name, module)]]
         own = len(groups) - 1
         known = {address: min(maker, own) for address, maker in made_by.items() if address in given}
-        new = dict.fromkeys(storages(tensors_in(value)).keys() - given.keys(), own)
-        made_by = {**known, **new}
+        made_by = {**known, **dict.fromkeys(storages(tensors_in(value)).keys() - given.keys(), own)}
     if changed_by is not None:
         _log.warning(
             f"use the model's return value: layer {changed_by!r} changes the {type(entered).__name__} passed to the "

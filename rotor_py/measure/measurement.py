@@ -118,8 +118,7 @@ class Measurement:
 
     @property
     def _droppable_bytes(self) -> int:
-        ways = self.ways_by_stage[-1]
-        return max(cost.droppable_bytes for cost in (self.stages[-1], *(way.cost for way in ways)))
+        return max(cost.droppable_bytes for cost in (self.stages[-1], *(way.cost for way in self.ways_by_stage[-1])))
 
     @property
     def ways_by_stage(self) -> tuple[tuple[Way, ...], ...]:

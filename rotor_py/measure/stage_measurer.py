@@ -291,14 +291,13 @@ class StageMeasurer:
                         kind = self._kinds[number]
                         context, memory = self._known[kind]
                         ways = self._stored(number, memory.ways if self._times.all_ways_wanted(kind) else ())
-                        again = self._times.again_wanted(kind)
                         run, output = time_ways(
                             ways,
                             value,
                             context,
                             watch,
                             as_node=self._options.as_node,
-                            again=again,
+                            again=self._times.again_wanted(kind),
                             hand_on=number < last,  # keep no output without need, since it may not fit into memory
                         )
                         self._times.add(kind, run, exact=watch.exact)
@@ -328,8 +327,7 @@ class StageMeasurer:
         places = last, apart, silent, arriving, stepped
         kind = (*alike, self.activation_bytes, found, *places)
         if anywhere(kind not in self._known, self._options.group, self._device):
-            parameters = storages(trained_parameters(function))
-            owned = (*self._owned, *parameters, *beside)
+            owned = (*self._owned, *storages(trained_parameters(function)), *beside)
             fresh = self._options.fresh_gradients or any(each is not None for each in stepped)
             context = StageContext(self._device, self.activation_bytes, owned, fresh, *places)
             memory = self._weigh(number, value, context, kind)
@@ -354,8 +352,7 @@ class StageMeasurer:
         offered = offered_everywhere(paying, self._options.group, self._device)
         with stopwatch(self._device) as watch:
             # A predicted time (`exact`) would include the memory meter's work, so do not time this run.
-            ways = self._stored(number, offered)
-            found, run = measure_ways(ways, value, context, None if watch.exact else watch)
+            found, run = measure_ways(self._stored(number, offered), value, context, None if watch.exact else watch)
         less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
         names = tuple(name for name, _ in less)
         if run is not None:

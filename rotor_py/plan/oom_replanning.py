@@ -44,8 +44,7 @@ def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
     budget, measurement = plan.budget, plan.measurement
     fixed = replace(budget.fixed, buffers=budget.fixed.buffers - plan.guard_bytes)
     chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=budget.forwards)
-    snapshot = measurement.snapshot_bytes
-    return replace(budget, chain=chain, in_nodes=False, snapshot_bytes=snapshot, fixed=fixed)
+    return replace(budget, chain=chain, in_nodes=False, snapshot_bytes=measurement.snapshot_bytes, fixed=fixed)
 
 
 def forward_and_backward(budget: Budget) -> Budget:

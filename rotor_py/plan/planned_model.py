@@ -157,8 +157,7 @@ class PlannedModel(Transparent):
         Raises ValueError before anything has been measured.
         """
         plan = self._planner.solved()
-        carried = sum(each.nbytes for each in plan.measurement.carried)
-        return plan_memory(plan.budget.chain, plan.followed, carried)
+        return plan_memory(plan.budget.chain, plan.followed, sum(each.nbytes for each in plan.measurement.carried))
 
     def report(self) -> Report:
         """Return a report of the plan that steps follow, to print, to show in a notebook, or to write by `to_html`.

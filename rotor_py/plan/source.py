@@ -95,8 +95,7 @@ class SequenceExecutor:
         with operators():
             if sharded:
                 # FSDP's hooks on modules and tensors must be called in an order that only autograd's own nodes keep.
-                items = regions.regions(how.sequence)
-                return regions.run(runners, items, value, instructions.options, context)
+                return regions.run(runners, regions.regions(how.sequence), value, instructions.options, context)
             if how.smaller is not None:
                 return OOMRetryTape(runners, instructions, how.smaller, context).forward(value)
             return Tape(runners, instructions, tier=how.tier, context=context, changed=how.changed).forward(value)
@@ -198,8 +197,7 @@ class LayerSource(SequenceExecutor):
         """Return the only argument of a forward, the first layer's input. Raises TypeError for other arguments."""
         if len(arguments) == 1 and not keywords:
             return arguments[0]
-        bound = inspect.signature(self._model.forward).bind(*arguments, **keywords)
-        (value,) = bound.arguments.values()
+        (value,) = inspect.signature(self._model.forward).bind(*arguments, **keywords).arguments.values()
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:

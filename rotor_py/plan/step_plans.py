@@ -263,8 +263,7 @@ class StepPlans:
         """Have these plans wait, except those with modules that the model has lost, whose memory they would hold."""
         same = present.modules, present.parameters
         specs = [(each, each.spec.model) for each in waiting if each.spec is not None]
-        kept = [each for each, model in specs if (model.modules, model.parameters) == same]
-        self._waiting = kept[-_MOST_WAITING:]
+        self._waiting = [each for each, model in specs if (model.modules, model.parameters) == same][-_MOST_WAITING:]
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:

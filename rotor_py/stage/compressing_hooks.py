@@ -87,8 +87,7 @@ class KeptStorage:
         storage: torch.UntypedStorage | None = torch_compat.new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
-        whole = torch.empty(0, dtype=self.dtype, device=self._writes.device)
-        return whole.set_(storage)
+        return torch.empty(0, dtype=self.dtype, device=self._writes.device).set_(storage)
 
 
 class SavedView:

@@ -237,8 +237,7 @@ def verify(
         del with_plan  # free its gradients on the CPU, which are as large as the model
         if operations:
             assert network.sequence is not None
-            ran = step.operations(network, network.sequence, network.names)
-            results[0] = replace(results[0], operations=ran)
+            results[0] = replace(results[0], operations=step.operations(network, network.sequence, network.names))
         with _same_plan_afterwards(network):
             for number, sequence in enumerate(others):
                 tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")

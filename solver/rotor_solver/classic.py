@@ -244,8 +244,7 @@ class _Heterogeneous:
 
     def _checkpoint_need(self, i: int, j: int | slice, stop: int) -> Any:
         """Return the bytes of the forwards of [i, stop) up to the checkpoint a_j, and of Fe_j and B_j if `attached`."""
-        need = self.costs.base[stop - 1] + self.costs.check_need[i, j]
-        return np.maximum(need, self.kept[j, stop])
+        return np.maximum(self.costs.base[stop - 1] + self.costs.check_need[i, j], self.kept[j, stop])
 
     def fill(self, room: int, slots: int) -> None:
         """Fill `rows`, seconds rows[i][stop - i, m], for slots up to `room` bytes; `beyond` is for more memory."""

@@ -232,8 +232,7 @@ def _steps(tables: list[Table], most: int) -> list[int]:
     changes, known, below = [], tables[0].problem.chain.input_bytes, 0
     for table in tables:
         rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
-        bounds = map(table.lower_bound, rooms)
-        pairs = zip(rooms[1:], pairwise(bounds), strict=True)
+        pairs = zip(rooms[1:], pairwise(map(table.lower_bound, rooms)), strict=True)
         changes += [known + room for room, (before, after) in pairs if after < before and room > below]
         below = table.room
     return changes[:: max(1, math.ceil(len(changes) / most))]

@@ -215,8 +215,7 @@ class JointPlan:
         """The sequence of the first forward, with the others in `beside` unless all are the same."""
         first, bound = self.sequences[0], self.lower_bound / len(self.sequences)
         others = self.sequences[1:] if any(each != first for each in self.sequences) else ()
-        beside = (Sequence(each, "persistent", bound) for each in others)
-        return Sequence(first, "persistent", bound, beside)
+        return Sequence(first, "persistent", bound, (Sequence(each, "persistent", bound) for each in others))
 
 
 def _joined(found: list[Candidate], order: str, bound: float) -> JointPlan:
@@ -359,8 +358,7 @@ def solve_in_flight(
     """
     limit = bytes_of_limit(mem_limit)
     check_count(slots, "slots")
-    least = least_in_flight(chain, forwards, order)
-    check_fits(f"{forwards} forwards in flight need", least, limit)
+    check_fits(f"{forwards} forwards in flight need", least_in_flight(chain, forwards, order), limit)
     stored = store_all(chain)
     whole = Footprint.of(chain, stored)
     if max(peaks_of([whole] * forwards, "any")) <= limit:
@@ -375,8 +373,7 @@ def solve_in_flight(
     fitting = [each for each in every if max(peaks_of([each[0]] * forwards, "any")) <= limit]
     plans = [in_reverse] if in_reverse else []
     if fitting:
-        fastest = min(fitting, key=lambda each: each[0].makespan)
-        plans.insert(0, _joined([fastest] * forwards, "any", bound))
+        plans.insert(0, _joined([min(fitting, key=lambda each: each[0].makespan)] * forwards, "any", bound))
     if not plans:  # the limit suffices for backwards in reverse order, but not for any order
         return _joined(_least_in_reverse(chain, forwards), "reverse", bound)
     enough = (1 + worth) * min(plan.makespan for plan in plans)

@@ -84,8 +84,7 @@ def min_bytes(chain: Chain) -> int:
     check_chain(chain)
     if (groups := joined(chain)) is not None:
         return min_bytes(coarse_chain(chain, groups))
-    costs = costs_of(chain)
-    return chain.input_bytes + int(least_memory(costs)[0, 0, len(chain)])
+    return chain.input_bytes + int(least_memory(costs_of(chain))[0, 0, len(chain)])
 
 
 class StoreAll:

@@ -84,8 +84,7 @@ def _attribute(value: Any) -> Hashable:
 
 def _plain(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        layout = layout_of(value)
-        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, layout
+        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, layout_of(value)
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | type):

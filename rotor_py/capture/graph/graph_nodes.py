@@ -196,8 +196,7 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 def lines_of(node: fx.Node) -> list[str]:
-    frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
-    return [frame for frame in frames if _OWN not in frame]
+    return [frame for frame in re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "") if _OWN not in frame]
 
 
 def line_of(node: fx.Node) -> str:

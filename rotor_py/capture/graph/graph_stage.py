@@ -319,8 +319,7 @@ def stages_of(
     facts: GraphFacts, cuts: CutPoints, weights: list[int], names: list[str] | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
     """Return pairs of a name and a stage, the nodes whose values all stages share, and the last stage's outputs."""
-    bounds = [0, *(end + 1 for end in cuts.ends)]
-    pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
+    pieces = [facts.body[low:high] for low, high in itertools.pairwise([0, *(end + 1 for end in cuts.ends)])]
     names = name_pieces(pieces, dict(zip(facts.body, weights, strict=True))) if names is None else names
     early = {*facts.context, *facts.given}
     shared = list(dict.fromkeys(each for node in facts.body for each in node.all_input_nodes if each in early))

@@ -142,8 +142,7 @@ class Emitter:
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
         """End the new graph with the tuple `outputs` (nodes or constants), and return it as a module."""
         self._switch(Modes())  # exit all open autocast and `no_grad` regions
-        made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
-        self.graph.output(made)
+        self.graph.output(tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs))
         self.signature.append(("output", self._plain(tuple(outputs))))
         module = fx.GraphModule(self.attributes, self.graph, "GraphStage")
         for holder, table in self._tables.items():
