@@ -95,7 +95,14 @@ def defined_names(path: str) -> tuple[str, ...] | None:
     """Return the names that importing the file `path` may define; None if its code, such as `exec`, hides them."""
     try:
         tree = ast.parse(Path(path).read_bytes())
-        dynamic = _is_dynamic(tree)
+        dynamic = any(
+            isinstance(each, ast.Global)
+            or (isinstance(each, ast.alias) and each.name == "*")
+            or (isinstance(each, ast.FunctionDef) and each.name == "__getattr__")
+            or (isinstance(each, ast.Name) and each.id in _DYNAMIC)
+            or (isinstance(each, ast.Attribute) and ast.unparse(each) == "sys.modules")
+            for each in ast.walk(tree)
+        )
         symbols = symtable.symtable(ast.unparse(_Imported().visit(tree)), path, "exec").get_symbols()
     except (SyntaxError, ValueError):  # the import will raise this error
         return None
@@ -121,14 +128,3 @@ def _is_main_guard(test: ast.expr) -> bool:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
             return any(isinstance(each, ast.Constant) and each.value == "__main__" for each in (left, right))
     return False
-
-
-def _is_dynamic(tree: ast.Module) -> bool:
-    return any(
-        isinstance(each, ast.Global)
-        or (isinstance(each, ast.alias) and each.name == "*")
-        or (isinstance(each, ast.FunctionDef) and each.name == "__getattr__")
-        or (isinstance(each, ast.Name) and each.id in _DYNAMIC)
-        or (isinstance(each, ast.Attribute) and ast.unparse(each) == "sys.modules")
-        for each in ast.walk(tree)
-    )

@@ -14,7 +14,7 @@ from rotor_cli.facts import Facts
 from rotor_cli.request import Request
 from rotor_cli.text_report import batches, comparison, console, curve, render, usage_lines, verified
 from rotor_py.report.numbers import NAME, optimizer_step
-from rotor_py.report.sweep import BatchChoice, Sweep, label
+from rotor_py.report.sweep import BatchChoice, label
 from rotor_py.stage.compression import rounded_stages
 from rotor_py.validate.steps import TimedOperation
 from rotor_py.validate.verification import Verification
@@ -102,8 +102,12 @@ def json_report(facts: Facts) -> dict[str, Any]:
         ]
     if facts.batches is not None:
         data["batch"] = _batch(facts.batches)
-    if facts.sweep is not None:
-        data["sweep"] = _sweep(facts.sweep)
+    if (sweep := facts.sweep) is not None:
+        keys = "mem_limit step_seconds overhead"
+        data["sweep"] = {
+            "points": [{**picked(point, keys), "activations_saved": sweep.saved(point)} for point in sweep.points],
+            "strategies": [{"strategy": point.name, **picked(point, keys)} for point in sweep.strategies],
+        }
     if facts.basis is not None:
         peaks = {
             "peak_bytes": facts.peak_bytes,
@@ -162,14 +166,6 @@ def _batch(choice: BatchChoice) -> dict[str, Any]:
             }
             for point in choice.points
         ],
-    }
-
-
-def _sweep(sweep: Sweep) -> dict[str, Any]:
-    keys = "mem_limit step_seconds overhead"
-    return {
-        "points": [{**picked(point, keys), "activations_saved": sweep.saved(point)} for point in sweep.points],
-        "strategies": [{"strategy": point.name, **picked(point, keys)} for point in sweep.strategies],
     }
 
 

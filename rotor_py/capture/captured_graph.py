@@ -256,8 +256,7 @@ def runners_of(
 
 def shared_apart(stages: Sequence[Layer], value: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Split the first stage's input into values that stages pass on, and values that all stages share."""
-    first = stages[0][1]
-    own = len(value) - offers_of(first).shared
+    own = len(value) - offers_of(stages[0][1]).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
         own = len(value)  # gradients flow back only to values that stages pass on
     return value[:own], value[own:]

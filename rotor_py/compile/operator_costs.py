@@ -152,21 +152,20 @@ def _prepared(node: fx.Node, last: int) -> Callable[[], Any]:
     def made(value: Any) -> Any:
         value = value.meta.get("val") if isinstance(value, fx.Node) else value
         if isinstance(value, torch.Tensor):
-            return _tensor_like(value)
+            like = torch.empty_strided(
+                tuple(map(known, value.shape)),
+                tuple(map(known, value.stride())),
+                dtype=value.dtype,
+                device=value.device,
+            )
+            # Fill floating-point tensors with 0.5, and other tensors with 0, which is a valid index.
+            return like.fill_(0.5) if like.is_floating_point() else like.zero_()
         return known(value) if isinstance(value, torch.SymInt) else value
 
     args, kwargs = tree_map(made, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, fx.Node))
     first = [each.to(memory_format=_LAST.get(each.dim(), torch.preserve_format)) for each in args[:last]]
     target: Any = node.target
     return partial(target, *first, *args[last:], **kwargs)
-
-
-def _tensor_like(value: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(
-        tuple(map(known, value.shape)), tuple(map(known, value.stride())), dtype=value.dtype, device=value.device
-    )
-    # Fill floating-point tensors with 0.5, and other tensors with 0, which is a valid index.
-    return made.fill_(0.5) if made.is_floating_point() else made.zero_()
 
 
 def _seconds(runs: _Runs, device: torch.device) -> dict[Hashable, float]:

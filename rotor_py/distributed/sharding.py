@@ -137,8 +137,7 @@ class ShardGroup:
 
     def let_go(self) -> None:
         # Once the group's own backward has begun, FSDP reads the parameters, and frees them afterwards.
-        backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
-        if self._gathered_here and not backward:
+        if self._gathered_here and not any(part._training_state.name == "PRE_BACKWARD" for part in self._parts):
             self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
         self._gathered_here = False
 

@@ -218,26 +218,24 @@ def costliest(chains: Sequence[Chain]) -> Chain:
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]
-    stages = []
+    stages, names = [], ("forward_time", "backward_time", "saved", "forward_temp", "backward_temp", "moved")
     for same in zip(*(chain.stages for chain in chains), strict=True):
         columns = zip(*(stage.options for stage in same), strict=False)
-        agreed = takewhile(lambda options: len({option.name for option in options}) == 1, columns)
+        options = tuple(
+            Option(name=each[0].name, **_most(each, *names, replay_temp="backward_temp_of_replay"))
+            for each in takewhile(lambda options: len({option.name for option in options}) == 1, columns)
+        )
         most = _most(
             same, "activation", "gradient", nograd_time="seconds_without_graph", nograd_temp="temp_without_graph"
         )
         # Take the minimum of freed bytes and of skipped seconds, which the plan must reach in every process.
         least = {name: min(getattr(each, name) for each in same) for name in _LEAST}
-        stages.append(Stage(options=tuple(map(_costliest_option, agreed)), name=same[0].name, **most, **least))
+        stages.append(Stage(options=options, name=same[0].name, **most, **least))
     return Chain(
         tuple(stages),
         output_held=any(chain.output_held for chain in chains),
         **_most(chains, "input_bytes", "loss_time", "loss_temp"),
     )
-
-
-def _costliest_option(same: Sequence[Option]) -> Option:
-    names = "forward_time", "backward_time", "saved", "forward_temp", "backward_temp", "moved"
-    return Option(name=same[0].name, **_most(same, *names, replay_temp="backward_temp_of_replay"))
 
 
 def _most(same: Sequence[Any], *names: str, **sources: str) -> dict[str, Any]:

@@ -150,9 +150,6 @@ class StepPlan:
         texts = not self.source.captured
         return self.file is None and self.spec is not None and self.spec.same_step(spec, texts=texts)
 
-    def is_replaced_by(self, other: StepPlan) -> bool:
-        return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
-
     def restore_effects(self) -> None:
         # Effects are remembered per layer, and plans share layers: measuring for another plan may have replaced them.
         for function, effects in zip(self.functions, self._effects, strict=True):

@@ -73,7 +73,8 @@ class StepPlans:
             plan.store_changed(self.model.settings)
         assert plan.spec is not None
         waiting = [each for each in (*self._waiting, self.in_use) if each is not None and each.file is None]
-        self._keep([each for each in waiting if not each.is_replaced_by(plan)], plan.spec.model)
+        kept = [each for each in waiting if not (each.is_for(plan.spec) and each.source.same_graph(plan.source))]
+        self._keep(kept, plan.spec.model)
         self.in_use = plan
         return plan
 

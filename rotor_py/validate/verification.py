@@ -107,8 +107,7 @@ def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
 def word_of_plan(network: Checkpointable) -> str | None:
     assert network.sequence is not None
     assert network.inspection_values is not None
-    kept = rounded_stages(network.build_chain(), network.sequence)
-    return network.inspection_values.fewer_bits if kept else None
+    return network.inspection_values.fewer_bits if rounded_stages(network.build_chain(), network.sequence) else None
 
 
 @dataclass(frozen=True, slots=True)

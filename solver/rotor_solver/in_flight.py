@@ -382,8 +382,7 @@ def solve_in_flight(
 
 def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[Candidate] | None, float]:
     """Return the fastest plan found for reverse order, or None, and a proven lower bound in seconds for any order."""
-    length = len(chain) + 1
-    some = min(forwards, max(1, _LONGEST // length))
+    some = min(forwards, max(1, _LONGEST // (len(chain) + 1)))
     one = store_all(chain).lower_bound or 0.0
     if some < forwards:
         # The other forwards keep memory, too: `some` get the limit less the least bytes that the others can keep.

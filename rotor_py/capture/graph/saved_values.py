@@ -335,8 +335,7 @@ class SavedPart:
         for number, node in enumerate(stage.nodes):
             if number in self.kept or number in self.dropped:
                 with graph.inserting_after(last if node.op == "placeholder" else copies[node]):
-                    how = "drop" if number in self.dropped else "keep"
-                    graph.call_method(how, (saving, number, copies[node]))
+                    graph.call_method("drop" if number in self.dropped else "keep", (saving, number, copies[node]))
         return graph_on(body, graph, "PartialGraphStage")
 
 

@@ -59,7 +59,13 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         if (watched := _watched[model]()) is not None:
             watched.end_retained()
         if passes_by and model not in _told and not any(core is model.core for core in unwatched):
-            _warn_of_no_plan(model)
+            _told.add(model)
+            _log.warning(
+                f"an optimizer steps {model.name} without a planned forward since its last step: other methods of the "
+                "model (a loss, log_prob, encode, ...) follow no plan. Call the model itself, or wrap the part that "
+                "the method calls: model.body = Checkpointable(model.body, ...).",
+                extra=record_fields("plan_not_followed", name=model.name),
+            )
     _detect(optimizer)
 
 
@@ -84,16 +90,6 @@ def _has_gradient(parameter: torch.Tensor) -> bool:
 def _trained_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> list[torch.Tensor]:
     own = {id(parameter) for parameter in model.core.parameters()}
     return [each for group in optimizer.param_groups for each in group["params"] if id(each) in own]
-
-
-def _warn_of_no_plan(model: TrainedModel) -> None:
-    _told.add(model)
-    _log.warning(
-        f"an optimizer steps {model.name} without a planned forward since its last step: other methods of the model "
-        "(a loss, log_prob, encode, ...) follow no plan. Call the model itself, or wrap the part that the method "
-        "calls: model.body = Checkpointable(model.body, ...).",
-        extra=record_fields("plan_not_followed", name=model.name),
-    )
 
 
 def _detect(optimizer: torch.optim.Optimizer) -> None:
