@@ -136,8 +136,8 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         if stepping > limit:
             message = (
                 f"try a limit of {limit_text(stepping)}, or more ranks: the optimizer's step on rank {rank} needs "
+                f"{exact_bytes(stepping)}; the limit is {exact_bytes(limit)}"
             )
-            message += f"{exact_bytes(stepping)}; the limit is {exact_bytes(limit)}"
             raise Failure(message, INFEASIBLE, kind="optimizer_too_large", min_bytes=stepping, mem_limit=limit)
     return plan
 

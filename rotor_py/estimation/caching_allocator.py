@@ -233,13 +233,14 @@ class CachingAllocator:
     def _new(self, pool: Pool, size: int) -> Block:
         """Return a free block of new memory from the driver, by the rules 3, 6 and 7."""
         new = self._expanded if self._expandable else self._segment
-        if (block := new(pool, size)) is not None:
-            return block
-        self.release_cached()
-        if (block := new(pool, size)) is not None:
-            return block
-        assert self._limit is not None
-        raise DeviceFullError(size, self.allocated_bytes, self.reserved_bytes, self._limit)
+        block = new(pool, size)
+        if block is None:
+            self.release_cached()
+            block = new(pool, size)
+        if block is None:
+            assert self._limit is not None
+            raise DeviceFullError(size, self.allocated_bytes, self.reserved_bytes, self._limit)
+        return block
 
     def _segment(self, pool: Pool, size: int) -> Block | None:
         whole = SMALL_SEGMENT if pool.small else LARGE_SEGMENT

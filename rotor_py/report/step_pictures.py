@@ -46,9 +46,8 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
     if step_after is not None:
         sentences.append(f"{NAME}: {format_bytes(step_after.total)} while it runs")
         top = max(top, step_after.total)
-    limit = facts.mem_limit
-    near = limit is not None and limit <= _NEAR * top
-    full = max(top, limit if near and limit is not None else 0) * 1.04
+    limit = None if facts.mem_limit is None or facts.mem_limit > _NEAR * top else facts.mem_limit
+    full = max(top, limit or 0) * 1.04
     step = max((room - LEFT - RIGHT) / len(sentences), min(_NARROW, (most - LEFT - RIGHT) / len(sentences)))
     step = min(_WIDE, step)
 
@@ -70,7 +69,7 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
             Column(LEFT + step * at, step, f"{words}; {_largest(layers, at)}") for at, words in enumerate(sentences)
         ),
         ticks=tuple((y(size), format_bytes(int(size))) for size in round_numbers(0, full, 5)),
-        limit_y=y(limit) if near and limit is not None else None,
+        limit_y=None if limit is None else y(limit),
     )
 
 

@@ -118,7 +118,9 @@ class Periodic:
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
         segments = [segments_from(range(0, length, n)[: self.max_checkpoints], length) for n in distances]
-        return _fastest_fitting(chain, mem_limit, [_recompute_but_last(chain, each, self.name) for each in segments])
+        forwards = fastest_forwards(chain)
+        schedules = [recompute_segments(forwards, each[:-1], self.name) for each in segments]
+        return _fastest_fitting(chain, mem_limit, schedules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +136,8 @@ class Sqrt:
         """Return the schedule. Raises InfeasibleError if it needs more than `mem_limit` bytes, input included."""
         check_chain(chain)
         segments = even_segments(len(chain), max(1, round(math.sqrt(len(chain)))))
-        return _fastest_fitting(chain, mem_limit, [_recompute_but_last(chain, segments, self.name)])
-
-
-def _recompute_but_last(chain: Chain, segments: list[range], name: str) -> Sequence:
-    return recompute_segments(fastest_forwards(chain), segments[:-1], name)
+        schedule = recompute_segments(fastest_forwards(chain), segments[:-1], self.name)
+        return _fastest_fitting(chain, mem_limit, [schedule])
 
 
 def _fastest_fitting(chain: Chain, mem_limit: int, schedules: list[Sequence]) -> Sequence:

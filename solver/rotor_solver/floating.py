@@ -74,8 +74,8 @@ class Floating:
         if nbytes > _LARGEST_TABLE:
             message = (
                 f'use algorithm="persistent", or fewer slots: the table for {length} stages in {width} slots takes '
+                f"{nbytes / 2**30:.1f} GiB, more than {_LARGEST_TABLE / 2**30:.1f} GiB"
             )
-            message += f"{nbytes / 2**30:.1f} GiB, more than {_LARGEST_TABLE / 2**30:.1f} GiB"
             raise InvalidValueError(message, kind="table_too_large", nbytes=nbytes)
         problem = _Problem(costs_of(chain), mem_limit)
         stored_seconds = stored.lower_bound or 0.0
