@@ -287,9 +287,8 @@ class Curve:
         costs = interpolated(self.measured, batch)
         if costs is None or self.per_sample(batch) in (0.0, math.inf):
             return None
-        stored = None
-        if costs.stored_bytes <= self.mem_limit and costs.stored_seconds > 0:
-            stored = 1 / self.with_optimizer(costs.stored_seconds, batch)
+        fits = costs.stored_bytes <= self.mem_limit and costs.stored_seconds > 0
+        stored = 1 / self.with_optimizer(costs.stored_seconds, batch) if fits else None
         return BatchPoint(batch, 1 / self.per_sample(batch), stored, batch in self.measured)
 
 

@@ -184,9 +184,7 @@ class Packed:
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         if memory.dtype == torch.bool:
             return _Bits(packed_bits(memory), memory.numel(), unpacked_bits)
-        if memory.is_floating_point():
-            return _mask(memory)
-        return _narrow(memory)
+        return _mask(memory) if memory.is_floating_point() else _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
         """Keep one bit for each element of `memory`: the answer to the question `need`, which is about its sign.
