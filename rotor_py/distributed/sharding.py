@@ -115,9 +115,8 @@ class ShardGroup:
         """Gather parameters by FSDP's pre-forward hook; return inputs whose backward makes FSDP send the gradients."""
         found = self.modules[module]
         # The hook copies the arguments to FSDP's device, which fails if there are none: then pass a keyword.
-        keywords = {} if tensors else {"nothing": None}
         hooks = found._forward_pre_hooks
-        entered: Any = hooks[_key(hooks, self._before)](found, tensors, keywords)
+        entered: Any = hooks[_key(hooks, self._before)](found, tensors, {} if tensors else {"nothing": None})
         # The hook returns None if another module of the group has gathered the parameters before.
         return tensors if entered is None else tuple(entered[0])
 

@@ -302,9 +302,8 @@ def _norm_backward(call: _Call) -> int:
     if rows <= 64 * 1024 or warps >= 66:
         return 0
     parts = min(32 * 1024 // warps, -(-rows // 32))
-    weights = given[-1].element_size()
     tables = 1 if call[0].overloadpacket is _RMS_NORM_BACKWARD else 2
-    return tables * parts * width * weights + _column_sums(parts, width)
+    return tables * parts * width * given[-1].element_size() + _column_sums(parts, width)
 
 
 def _convolution(call: _Call) -> int:

@@ -109,9 +109,8 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
     """Cut the layers `found`, in execution order, as `cut` does. `sharding`: parameters of theirs to gather."""
     # If the input requires a gradient, there is no prefix, since every layer has a backward.
-    needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))
-    leading = 0 if needs_gradient else next(trained, len(found))
+    leading = 0 if any(tensor.requires_grad for tensor in tensors_in(value)) else next(trained, len(found))
     if leading == len(found):
         text = "set requires_grad on the parameters to train: no parameter of the model and no input needs a gradient"
         raise UnsupportedModelError(text, kind="no_gradient")

@@ -191,8 +191,7 @@ def unaccounted_bytes(
     if allocated is None:
         return 0
     present = storage_bytes(_on(device, gradients_of(parameters)))
-    state = optimizer.present_bytes if optimizer else 0
-    return max(0, allocated - accounted - present - state)
+    return max(0, allocated - accounted - present - (optimizer.present_bytes if optimizer else 0))
 
 
 def static_infeasibility(

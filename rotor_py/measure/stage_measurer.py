@@ -323,9 +323,8 @@ class StageMeasurer:
         # The key has the signature, effects, and bytes of the input without carried and owned tensors.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
-        alike = stage_signature(function, value), named_values(function)
         places = last, apart, silent, arriving, stepped
-        kind = (*alike, self.activation_bytes, found, *places)
+        kind = (stage_signature(function, value), named_values(function), self.activation_bytes, found, *places)
         if anywhere(kind not in self._known, self._options.group, self._device):
             owned = (*self._owned, *storages(trained_parameters(function)), *beside)
             fresh = self._options.fresh_gradients or any(each is not None for each in stepped)

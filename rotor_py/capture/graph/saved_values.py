@@ -345,11 +345,10 @@ def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Ca
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
     if is_mark(node):  # do not call FSDP's hooks when values are recomputed: they would count another forward
         function = passed_through
-    reads = tuple(numbers[each] for each in node.all_input_nodes)
     # Recompute slow operators on inputs with the same `requires_grad` as before: PyTorch may choose kernels by it.
     whole = values.roots.get(node) is node and not is_cheap(node)
     wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
-    return Call(function, args, kwargs, reads, wanted)
+    return Call(function, args, kwargs, tuple(numbers[each] for each in node.all_input_nodes), wanted)
 
 
 def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
