@@ -53,8 +53,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +90,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_plans import StepPlans, agree
 from rotor_py.plan.step_spec import StepSpec, describe, model_fingerprint, refuse_difference
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_solver import Algorithm, InfeasibleError, Sequence
+from rotor_solver import Algorithm, DescribedError, InfeasibleError, Sequence
 
 _log = logging.getLogger("rotor_py")
 
@@ -253,7 +253,8 @@ class Planner:
             if (plan := self.plans.in_use) is not None and plan.file is not None:
                 plan.file.refuse_other_steps(model.stepping())
             self.plans.begin_anew()  # the optimizer now has other parameters than those that the plans know
-        self.plans.make_ready(spec, value, in_flight=second or bool(flying))
+        with self._own_errors(args, kwargs):
+            self.plans.make_ready(spec, value, in_flight=second or bool(flying))
         # With forwards in flight, or in a backward (of a reentrant region), existing gradients may be this step's own.
         if spec.model.has_gradients and not (second or flying or in_backward()):
             self._gradients.notice(value)
@@ -270,10 +271,11 @@ class Planner:
                 text = "call measure() again in all processes: the plan is for batches with another kind of mask"
                 raise UnsupportedModelError(text, kind="no_plan_for_input", name="mask")
             spec = replace(StepSpec.of(model.core, value), answers=answers)
-            self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
+            with self._own_errors(args, kwargs):
+                self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
             with suppress(PlanMismatchError):  # the graph may differ because of the batch's shape, too
                 return by_plan(value, self._forwards.in_flight())
-        return self._run_other_way(value, by_plan)
+        return self._run_other_way(value, by_plan, self._own_errors(args, kwargs))
 
     def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a forward as one value. At the first call, have lazy layers make their parameters."""
@@ -300,7 +302,20 @@ class Planner:
             for module, mode in modes:
                 module.training = mode
 
-    def _run_other_way(self, value: Any, by_plan: Callable[..., Any]) -> Any:
+    @contextmanager
+    def _own_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """If the model raises an error of its own while it is measured, run it without a plan until it raises it again:
+        measuring restores all state, and plain training would leave what the forward had changed before the error.
+        """
+        try:
+            yield
+        except (DescribedError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            self.model.core.forward(*args, **kwargs)
+            raise
+
+    def _run_other_way(self, value: Any, by_plan: Callable[..., Any], own_errors: AbstractContextManager[None]) -> Any:
         """Run a forward whose graph differs from that of the plan in use: by a waiting plan, or else by a new one."""
         answers = self.in_use.source.answers  # the shape, not the data, has changed the graph
         spec = replace(StepSpec.of(self.model.core, value), answers=answers)
@@ -315,7 +330,8 @@ class Planner:
             both = f"{describe(known)} and {describe(spec.input)}"
             text = f"call measure() in all processes with both inputs, which have different graphs: {both}"
             raise UnsupportedModelError(text, kind="no_plan_for_input", name="graph")
-        self.plans.plan_for(spec, value)
+        with own_errors:
+            self.plans.plan_for(spec, value)
         return by_plan(value, self._forwards.in_flight(), goes_on=True)  # unplanned if the graph differs once more
 
     def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:

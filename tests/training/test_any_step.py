@@ -304,7 +304,6 @@ class Steps(RuleBasedStateMachine):
     def look(self, size: int, training: bool) -> None:
         self.do(lambda world: world.look(size, size, training))
 
-    @precondition(lambda self: not (self.replans and self.changed))  # measuring would raise, before the first layer
     @rule()
     def break_forward(self) -> None:
         self.do(lambda world: world.break_forward(LARGEST))

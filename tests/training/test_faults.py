@@ -16,7 +16,7 @@ from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.stage.error_context import add_note
-from tests.checkpointable.steps import CPU, same_gradients, square, without_collector
+from tests.checkpointable.steps import CPU, Residual, same_gradients, square, without_collector
 from tests.execute.starved import AtOperators, notes
 from tests.training import tripping
 from tests.training.loop import differences, planned, rows
@@ -314,3 +314,31 @@ def test_out_of_memory_on_a_device_names_the_stage_and_a_smaller_batch_trains_af
 @pytest.mark.parametrize("kind", ["chain", "captured"])
 def test_an_interrupt_at_any_instruction_leaves_nothing_behind(kind: str) -> None:
     assert interrupts(kind, 200) == {"interrupted": 200}
+
+
+class Stopping(nn.Tanh):
+    stops = False
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.stops:
+            raise ArithmeticError
+        return super().forward(value)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Residual])  # a chain, and captured
+@pytest.mark.parametrize("first", [False, True])
+def test_an_error_while_a_step_is_planned_leaves_what_plain_training_leaves(
+    kind: type[nn.Sequential], first: bool
+) -> None:
+    plain = kind(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), Stopping(), nn.BatchNorm1d(8))
+    planned = Checkpointable(copy.deepcopy(plain), mem_limit="1GB", loss=square)
+    value, left = torch.randn(4, 8), []
+    for network, core in ((plain, plain), (planned, planned.model)):
+        torch.manual_seed(0)
+        if not first:
+            square(network(value)).backward()
+        core[3].stops = True
+        with pytest.raises(ArithmeticError):
+            network(value)
+        left.append([*core.buffers(), torch.get_rng_state()])
+    assert all(map(torch.equal, *left))

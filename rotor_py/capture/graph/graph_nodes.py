@@ -75,8 +75,10 @@ def example_of(node: fx.Node) -> Any:
 
 # A function counts as random if its name contains one of these words, or if torch has tagged the operator of that name
 # as random: torch has no list of random functions.
-_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
-_RANDOM += ("gumbel", "fractional", "lowrank")
+_RANDOM = (
+    *("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform"),
+    *("gumbel", "fractional", "lowrank"),
+)
 # Functions with the tag that draw only with dropout: for each, the position of its probability among the arguments.
 _WITH_DROPOUT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # `draws_random_numbers` tells of these
