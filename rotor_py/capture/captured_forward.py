@@ -324,10 +324,8 @@ class CapturedForward:
         return "use_cache" in inspect.signature(self.model.forward).parameters
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` with `use_cache=False` if the model might fill a key-value cache, which takes memory.
-
-        A decoder has a configuration of its own: that of T5 fills one although `model.config.use_cache` is False.
-        """
+        """Return `kwargs` with `use_cache=False` if the model might fill a key-value cache, which takes memory."""
+        # Even if `model.config.use_cache` is False: T5's decoder reads a copy of this configuration, made before.
         cached = hasattr(getattr(self.model, "config", None), "use_cache") and "use_cache" not in kwargs
         return {**kwargs, "use_cache": False} if cached and self._takes_use_cache else kwargs
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
 from rotor_profiling.attributes import Attributes, Change, drop_made, left_by, made_buffers, making, modules_of
-from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing, writes_parameters
+from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import TorchDispatchMode
@@ -425,7 +425,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
     the stage unchanged. A stage that raises without a graph, as with a hook that calls `register_hook` or `retain_grad`
     on its output, is always stored.
     """
-    attached, reproducible = _detached(made), not writes_parameters(function)
+    attached, reproducible = _detached(made), True
     silent = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
     with isolated(function, device), torch.no_grad():
         try:
@@ -441,7 +441,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
         with _same_run(function, device), decisions_repeated(decided[0]):
             twice.append(_outputs(function, value))
         # On other devices, two runs of a kernel may round differently.
-        reproducible &= _equal(*twice) if device.type == "cpu" else _close(*twice)
+        reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
         differs = differs and _equal(attached, twice[0])
     return GraphEffects(differs, silent, reproducible)
 

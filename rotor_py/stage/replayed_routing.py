@@ -33,7 +33,7 @@ Drawn = tuple[tuple[Stream, Hashable], ...]  # streams from which a forward has 
 
 # For each stage, streams that its code may draw from in any forward, as known before its first.
 _streams: WeakKeyDictionary[Callable[..., Any], list[Stream]] = WeakKeyDictionary()
-_drawing: WeakSet[Callable[..., Any]] = WeakSet()  # stages of which a forward has drawn from one
+_drawing: WeakSet[nn.Module] = WeakSet()  # stages of which a forward has drawn from one
 _DRAW_NOTHING = {"builtins", "collections", "einops", "functools", "itertools", "math", "operator", "torch", "typing"}
 
 
@@ -81,7 +81,7 @@ def other_draws(function: Any, present: Iterable[Any], *, hooked: bool) -> Itera
     result: list[Drawn] = []
     yield result
     drawn = tuple((stream, state) for stream, state in before if stream.state() != state)
-    if drawn:
+    if drawn and isinstance(function, nn.Module):
         _drawing.add(function)
     result.append(drawn)
 

@@ -102,7 +102,7 @@ def test_the_peak_of_convolutions_that_run_one_by_one_is_that_of_the_graph() -> 
     ("made", "shape", "roomy", "least"),
     [
         (deep, (2, 128, 4, 4), True, 1.0),
-        # In the least budget, few convolutions may run again: the library takes up to 5 MB to convolve channels apart.
+        # The least budget leaves no room to recompute many: oneDNN's scratch for a depthwise one takes up to 5 MB.
         (apart, (4, 8, 8, 8), False, 0.85),
     ],
 )
