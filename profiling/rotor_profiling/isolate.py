@@ -133,7 +133,7 @@ def writes_parameters(function: Callable[..., Any]) -> bool:
 
 
 class _Writes(TorchDispatchMode):
-    """Copies each of the `parameters` before the first operator that writes to it, and restores these when it exits."""
+    """Copies each of the `parameters` before the first operator that writes to it, for `put_back`."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -155,8 +155,7 @@ class _Writes(TorchDispatchMode):
                     _written[parameter] = parameter.detach().clone()
         return operator(*args, **(kwargs or {}))
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it so
+    def put_back(self) -> None:
         for parameter in self._parameters.values():
             if (before := _written.get(parameter)) is not None:
                 parameter.data.copy_(before)  # writing to `data` does not raise the version counter
@@ -188,8 +187,9 @@ def isolated(
         undo.append(partial(drop_made, made_buffers(function)))
         undo.append(partial(Attributes(function).put_back, caches=False))
         own = substituted([slot for slot in slots if id(slot[2]) in aliases], aliases)
-        writes = _Writes(tensors.values()) if new else nullcontext()
-        with own_parametrizations(), own, substituted(buffers, copies), writes:
+        writes = _Writes(tensors.values() if new else ())
+        undo.append(writes.put_back)
+        with own_parametrizations(), own, substituted(buffers, copies), writes if new else nullcontext():
             yield [twin for twin in aliases.values() if twin.requires_grad]
     if new:
         _watched.add(function)
