@@ -89,8 +89,8 @@ MUTATIONS = [
     ),
     mutation(
         "no stage is known to have drawn random numbers",
-        "drew = before is not None and RandomState.now(devices) != before",
-        "drew = False",
+        "state = before if before is not None and RandomState.now(devices) != before else None",
+        "state = None",
         "chain",
     ),
     mutation("statistics of BatchNorm move twice", "module._buffers.update(_scratch_of(module))", "pass", "chain"),

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import guard  # beside the other benchmarks
 import guard_cases
+import guard_mutations
 import guard_record
 
 
@@ -64,3 +65,8 @@ def test_each_difference_is_a_line_but_for_numbers_of_another_processor(recorded
     other["limits"]["least"]["digests"][0]["gradients"] = "other bits"
     assert len(list(guard.differences(recorded, other))) == 1
     assert list(guard.differences(recorded, other, numbers=False)) == []
+
+
+def test_every_planted_fault_has_a_place_in_the_code() -> None:
+    for each in guard_mutations.MUTATIONS:
+        guard_mutations.place_of(each.old, guard_mutations.ROOT)

@@ -261,6 +261,12 @@ def accelerators(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
     return tuple(sorted({device for device in devices if device.type != "cpu"}, key=str))
 
 
+def accelerators_of(value: Any, function: Callable[..., Any]) -> tuple[torch.device, ...]:
+    """Return `accelerators` of the tensors in `value` and of the parameters of `function`."""
+    owned = [tensor for _, _, tensor in _slots(function, "_parameters")]
+    return accelerators(tensor.device for tensor in (*tensors_in(value), *owned))
+
+
 def main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Return the accelerator that `tensors` are on, by name the first if there are several; else the CPU."""
     return next(iter(accelerators(tensor.device for tensor in tensors)), torch.device("cpu"))

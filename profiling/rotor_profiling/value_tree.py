@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -53,11 +54,18 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:
     """Return the leaves and the structure of a value. Opens objects that have leaves of class `of`, or `every` one."""
+    if type(value) is tuple and _PLAIN.issuperset(map(type, value)):  # a captured stage's value
+        return list(value), _of_tuple(len(value))
     given, tree = torch_compat.tree_flatten(value)
-    if all(type(leaf) in _PLAIN for leaf in given):  # true for most values
+    if _PLAIN.issuperset(map(type, given)):  # true for most other values
         return given, tree
     leaves, structure = _flatten(given, tree, _Search(of, every), 0)
     return (leaves, structure) if every or any(isinstance(leaf, of) for leaf in leaves) else (given, tree)
+
+
+@cache
+def _of_tuple(length: int) -> TreeSpec:
+    return torch_compat.tree_flatten((None,) * length)[1]  # type: ignore[no-any-return]  # a tuple of torch's
 
 
 def tree_leaves(value: Any) -> list[Any]:
@@ -65,7 +73,7 @@ def tree_leaves(value: Any) -> list[Any]:
 
 
 def tree_unflatten(leaves: list[Any], structure: TreeSpec | Structure) -> Any:
-    return _put_together(iter(leaves), structure, {})
+    return tuple(leaves) if structure is _of_tuple(len(leaves)) else _put_together(iter(leaves), structure, {})
 
 
 def tree_map_only(of: Any, change: Callable[[Any], Any], value: Any) -> Any:
@@ -76,7 +84,7 @@ def tree_map_only(of: Any, change: Callable[[Any], Any], value: Any) -> Any:
 
 def with_own_containers(value: Any) -> Any:
     """Return `value` with the same tensors in new containers and objects, for a run that may change containers."""
-    if isinstance(value, torch.Tensor) or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
+    if isinstance(value, torch.Tensor) or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
         return value
     return tree_map_only(torch.Tensor, lambda tensor: tensor, value)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import leaves_of, storage_bytes, storages, tensors_in
-from rotor_profiling.isolate import accelerators, trained_parameters
+from rotor_profiling.isolate import accelerators_of
 from rotor_profiling.value_tree import tree_map_only
 from rotor_py.by_hand.strategy import whole_number
 from rotor_py.errors import CheckpointLimitError, InvalidStateError, InvalidValueError, MissingCheckpointError
@@ -214,7 +214,7 @@ class _Layer(nn.Module):
         by = self.recording.by
         if by is None:
             return self.forward_fn(self.layer, value)
-        devices = accelerators(t.device for t in [*tensors_in(value), *self.parameters()])
+        devices = accelerators_of(value, self)
         with recorded(self.layer, devices, True, f"layer {self.index}", []) as found:
             output = self.forward_fn(self.layer, value)
         by._surroundings[self.index] = found[0]
@@ -269,7 +269,7 @@ class Checkpoint:
         self.segment = segment
         self.input = leaves_of(input)
         self._versions = [tensor._version for tensor in tensors_in(self.input)]
-        devices = accelerators(t.device for t in [*tensors_in(input), *trained_parameters(segment)])
+        devices = accelerators_of(input, segment)
         self._surroundings = present(segment, devices)
 
     @property

@@ -18,7 +18,7 @@ from torch import nn
 
 from rotor_profiling import RandomState
 from rotor_profiling.attributes import Attributes
-from rotor_profiling.isolate import Buffers, accelerators
+from rotor_profiling.isolate import Buffers, accelerators_of
 from rotor_profiling.torch_compat import TorchDynamoException, tree_leaves
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
@@ -54,7 +54,7 @@ class _Beginning:
         self._streams = [(stream, stream.state()) for stream in streams]
         self._attributes = Attributes(model) if whole else None
         self._buffers = Buffers(model) if whole else None
-        devices = accelerators(each.device for each in model.parameters()) if whole else ()
+        devices = accelerators_of((), model) if whole else ()
         self._random = RandomState.now(devices) if whole else None
 
     def put_back(self) -> None:

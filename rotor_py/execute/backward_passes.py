@@ -96,7 +96,9 @@ class ActivationStore:
 
     def held_tensors(self, index: int | None = None) -> list[torch.Tensor]:
         values = list(self._held.values()) if index is None else self._held[index]
-        return tensors_in(tree_map_only(Converted, lambda each: each.values, values))
+        return tensors_in(
+            values if self.storage_dtype is None else tree_map_only(Converted, lambda each: each.values, values)
+        )
 
     @property
     def nbytes(self) -> int:

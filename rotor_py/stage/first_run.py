@@ -203,7 +203,9 @@ class Seen:
 
     def noted_again(self) -> None:
         """After a recomputation, record the versions of these tensors again, since a recomputation may raise them."""
-        self._marks = [(each, mark if mark[0] == _version(each) else _mark(each)) for each, mark in self._marks]
+        for number, (tensor, mark) in enumerate(self._marks):
+            if mark[0] is not None and mark[0] != tensor._version:
+                self._marks[number] = tensor, _mark(tensor)
 
     def refuse_changes(self) -> None:
         """Raise StageChangedError if a tensor was written to since `note`, or a module has another class or forward."""
@@ -256,7 +258,7 @@ _Sample = ctypes.c_char * 16  # the bytes that are compared at the beginning, an
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return values that a write to a tensor changes: its version, and if it is plain, its address and some bytes."""
-    version = _version(tensor)
+    version = None if tensor.is_inference() else tensor._version
     if version is None or type(tensor) not in _PLAIN:
         return (version,)
     address, size = tensor.data_ptr(), tensor.nbytes
@@ -266,10 +268,6 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
         return version, address, ctypes.string_at(address, size)
     first, last = _Sample.from_address(address), _Sample.from_address(address + size - ctypes.sizeof(_Sample))
     return version, address, first.raw, last.raw
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _told(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.errors import InvalidStateError, StageChangedError, record_fields
 from rotor_py.stage.first_run import Seen, World
 from rotor_py.stage.named_state import Location, NamedState, locations_of
+from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.replayed_routing import (
     Decisions,
     Drawn,
@@ -54,14 +55,18 @@ def autocast_now(devices: Iterable[torch.device]) -> tuple[Autocast, ...]:
     )
 
 
+def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> AbstractContextManager[object]:
+    """Return a context of the autocast `states`; without `cache`, it does not cache the weights that autocast casts."""
+    # Enter no context if autocast was off and is off: this saves time in every run of every stage.
+    needed = [each for each in states if each.enabled or torch.is_autocast_enabled(each.device_type)]
+    return _restored_autocast(needed, cache) if needed else nullcontext()
+
+
 @contextmanager
-def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[None]:
-    """Enter the autocast contexts of `states`; without `cache`, do not let them cache the weights that they cast."""
+def _restored_autocast(states: Iterable[Autocast], cache: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for state in states:
-            # Enter no context if autocast was off and is off: this saves time in every run of every stage.
-            if state.enabled or torch.is_autocast_enabled(state.device_type):
-                stack.enter_context(state.context(cache=state.cache and cache))
+            stack.enter_context(state.context(cache=state.cache and cache))
         yield
 
 
@@ -114,6 +119,7 @@ _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDiction
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 # For each stage without hooks, the globals and the like (`Location`) that its code refers to.
 _locations: WeakKeyDictionary[nn.Module, list[Location]] = WeakKeyDictionary()
+_drawing_nothing: WeakSet[nn.Module] = WeakSet()  # stages that have drawn nothing in a run, and so do not in later ones
 _told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages for which the warning "writes_elsewhere" has been logged
 # For each stage, the indices in `own_buffers` of the buffers that other stages change, maybe before it is recomputed.
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
@@ -197,6 +203,7 @@ def recorded(
 ) -> Iterator[list[Surroundings]]:
     """Yield a list that gets, on exit, the state before the forward in the context; `left` gets what attributes get."""
     autocast = autocast_now(devices)
+    random = random and function not in _drawing_nothing
     before = RandomState.now(devices) if random else None
     slots = own_buffers(function)
     copies = _copies(function, slots)
@@ -219,6 +226,8 @@ def recorded(
         yield result
     # Most stages draw no random values, so the RNG state before them need not be kept.
     state = before if before is not None and RandomState.now(devices) != before else None
+    if isinstance(function, nn.Module) and random and not (state or drawn[0] or offers_of(function).may_draw):
+        _drawing_nothing.add(function)
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
     changes = attributes.after_run(left)

@@ -37,6 +37,7 @@ class StageOffers:
     wiring: Hashable = None
     # For every input tensor, whether it requires a gradient in training; None if unknown before a run.
     needs_gradient: Sequence[bool] | None = None
+    may_draw = True  # whether a run may draw random values although an earlier run has drawn none
     saves_through_hooks = True  # whether autograd calls saved-tensor hooks for the tensors that a run saves
     shared: int = 0  # number of values at the end of its input that all stages of the chain get
     last: bool = True  # whether it is the last stage, whose output lacks the shared values

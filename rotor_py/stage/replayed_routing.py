@@ -64,7 +64,8 @@ def streams_among(objects: Iterable[Any]) -> list[Stream]:
     if "numpy" in sys.modules:
         np = sys.modules["numpy"].random
         kinds += [(np.RandomState, _of_numpy), (np.Generator, _of_bits)]
-    return [make(each) for each in objects for kind, make in kinds if isinstance(each, kind)]
+    others = [each for each in objects if type(each).__module__ != "builtins"]  # almost none, so ask only these
+    return [make(each) for each in others for kind, make in kinds if isinstance(each, kind)]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotor_profiling import leaves_of
 from rotor_profiling.attributes import leaves_tensors, leaving
-from rotor_profiling.isolate import accelerators, alias, parameter_slots, substituted
+from rotor_profiling.isolate import accelerators_of, alias, parameter_slots, substituted
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import tensors_in, wait_for
@@ -320,8 +320,7 @@ class StageRunner:
         return attached, output, found
 
     def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:
-        owned = self.function.parameters() if isinstance(self.function, nn.Module) else ()
-        return accelerators(tensor.device for tensor in (*tensors_in(value), *tensors_in(context), *owned))
+        return accelerators_of((value, context), self.function)
 
 
 def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:

@@ -13,12 +13,12 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from rotor_profiling import tensors_in, value_signature
-from rotor_profiling.isolate import accelerators
+from rotor_profiling.isolate import accelerators_of
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import local
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.graph.graph_facts import CutPoints, GraphFacts, name_pieces
-from rotor_py.capture.graph.graph_nodes import example_of, need_gradients, overwrites, owned_by, tensors_of
+from rotor_py.capture.graph.graph_nodes import example_of, is_random, need_gradients, overwrites, owned_by, tensors_of
 from rotor_py.capture.graph.saved_values import KINDS, SavedPart, named
 from rotor_py.capture.graph.selective_recompute import find_saved_parts, same_parts
 from rotor_py.capture.graph.stage_graph import Emitter, MarkedStage, graph_on, node_of, run_graph
@@ -188,6 +188,13 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
 
+    @cached_property
+    def may_draw(self) -> bool:  # type: ignore[override]  # an attribute there
+        # A custom operator, a module or the body of an operator may draw in some runs only.
+        nodes = self.body.graph.nodes
+        custom = any(type(node.target).__module__ == "torch._ops" for node in nodes)
+        return custom or bool(self.body._modules) or any(map(is_random, nodes))
+
     def gather_begun(self) -> None:
         for group in self._begun:
             group.gather()
@@ -293,8 +300,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return self._graphs[None, True]
 
     def _run_in_part(self, part: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        devices = accelerators(tensor.device for tensor in (*tensors_in(values), *self.parameters()))
-        with PartialSaving(part.recipe, devices, self._around) as saving:
+        with PartialSaving(part.recipe, accelerators_of(values, self), self._around) as saving:
             return self._run(graph, values, saving)
 
     def _run(
