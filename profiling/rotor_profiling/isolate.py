@@ -264,7 +264,8 @@ def accelerators(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
 def accelerators_of(value: Any, function: Callable[..., Any]) -> tuple[torch.device, ...]:
     """Return `accelerators` of the tensors in `value` and of the parameters of `function`."""
     owned = [tensor for _, _, tensor in _slots(function, "_parameters")]
-    return accelerators(tensor.device for tensor in (*tensors_in(value), *owned))
+    # Without those on the CPU, which almost all tensors are where time counts: a `torch.device` takes long to make.
+    return accelerators(tensor.device for tensor in (*tensors_in(value), *owned) if not tensor.is_cpu)
 
 
 def main_device(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -65,7 +65,7 @@ def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> 
 
 @cache
 def _of_tuple(length: int) -> TreeSpec:
-    return torch_compat.tree_flatten((None,) * length)[1]  # type: ignore[no-any-return]  # a tuple of torch's
+    return torch_compat.tree_flatten((None,) * length)[1]
 
 
 def tree_leaves(value: Any) -> list[Any]:
