@@ -10,7 +10,7 @@ import torch
 from rotor_profiling import torch_compat
 from rotor_profiling.backends import storages_of
 from rotor_profiling.torch_compat import FakeTensor
-from rotor_profiling.value_tree import tree_leaves
+from rotor_profiling.value_tree import PLAIN, tree_leaves
 
 
 def allocated(size: int, kind: str) -> int:
@@ -29,7 +29,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     for each in value.values() if kind is dict else value:  # dicts in pytree order: insertion order
         if isinstance(each, torch.Tensor):
             found.append(each)
-        elif each is not None:
+        elif type(each) not in PLAIN:
             found += tensors_in(each)
     return found
 

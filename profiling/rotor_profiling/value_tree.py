@@ -23,7 +23,7 @@ from torch import nn
 from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import TreeSpec
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype})
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype})
 _CONTAINERS = (dict, list, tuple)
 # Builtin classes whose subclasses are opened, since their instances consist of items and attributes only
 _BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
@@ -37,7 +37,7 @@ _HEAP = 1 << 9  # Flag `Py_TPFLAGS_HEAPTYPE` of Python's type objects: created b
 def parts_of(value: Any) -> dict[str, Any] | None:
     """Return attributes and items of an object that may hold tensors, such as a dataclass; None for other values."""
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, torch.Tensor | nn.Module | type) or _base(kind) not in _BASES:
+    if kind in PLAIN or isinstance(value, torch.Tensor | nn.Module | type) or _base(kind) not in _BASES:
         return None
     if kind.__module__.partition(".")[0] == "torch" and not isinstance(value, _CONTAINERS):
         return None  # torch's own objects, such as graph nodes, refer to much of torch
@@ -54,10 +54,10 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:
     """Return the leaves and the structure of a value. Opens objects that have leaves of class `of`, or `every` one."""
-    if type(value) is tuple and _PLAIN.issuperset(map(type, value)):  # a captured stage's value
+    if type(value) is tuple and PLAIN.issuperset(map(type, value)):  # a captured stage's value
         return list(value), _of_tuple(len(value))
     given, tree = torch_compat.tree_flatten(value)
-    if _PLAIN.issuperset(map(type, given)):  # true for most other values
+    if PLAIN.issuperset(map(type, given)):  # true for most other values
         return given, tree
     leaves, structure = _flatten(given, tree, _Search(of, every), 0)
     return (leaves, structure) if every or any(isinstance(leaf, of) for leaf in leaves) else (given, tree)
@@ -84,7 +84,7 @@ def tree_map_only(of: Any, change: Callable[[Any], Any], value: Any) -> Any:
 
 def with_own_containers(value: Any) -> Any:
     """Return `value` with the same tensors in new containers and objects, for a run that may change containers."""
-    if isinstance(value, torch.Tensor) or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
+    if isinstance(value, torch.Tensor) or (type(value) is tuple and PLAIN.issuperset(map(type, value))):
         return value
     return tree_map_only(torch.Tensor, lambda tensor: tensor, value)
 

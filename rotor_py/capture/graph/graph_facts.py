@@ -23,6 +23,7 @@ from rotor_py.capture.graph.graph_nodes import (
     carries_gradient,
     example_of,
     is_random,
+    is_size,
     memory_root,
     module_path,
     name_of,
@@ -52,6 +53,9 @@ class GraphFacts:
     marks: FSDPMarks | None
     # Nodes that run once, before the body, in graph order: those without gradient that can, and some that must.
     context: list[fx.Node] = field(default_factory=list)
+    # Of the context, the nodes that compute sizes from sizes. Each stage that reads one computes it again, which takes
+    # less time than handing it to all stages: with a dynamic shape, every `reshape` may have one.
+    arithmetic: set[fx.Node] = field(default_factory=set)
     body: list[fx.Node] = field(default_factory=list)  # all other nodes that compute something, in graph order
     outputs: list[Any] = field(default_factory=list)
     modes: dict[fx.Node, Modes] = field(default_factory=dict)
@@ -151,6 +155,9 @@ class _Reader:
         elif self._is_early(node):
             self.early.add(node)
             facts.context.append(node)
+            sources = [each for each in node.all_input_nodes if each not in facts.arithmetic]
+            if node.op == "call_function" and all(map(is_size, [node, *sources])) and {*sources} <= {*facts.given}:
+                facts.arithmetic.add(node)
         elif is_question(node):
             give_up(node)
         else:

@@ -73,6 +73,14 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+_SIZES = (int, float, *_SYMBOLIC, torch.Size)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node's value is a number or a shape."""
+    return isinstance(example_of(node), _SIZES)
+
+
 # A function counts as random if its name contains one of these words, or if torch has tagged the operator of that name
 # as random: torch has no list of random functions.
 _RANDOM = (

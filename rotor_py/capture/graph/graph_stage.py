@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache, cached_property, partial, reduce
 from typing import Any
 
@@ -18,7 +18,15 @@ from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import local
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.graph.graph_facts import CutPoints, GraphFacts, name_pieces
-from rotor_py.capture.graph.graph_nodes import example_of, is_random, need_gradients, overwrites, owned_by, tensors_of
+from rotor_py.capture.graph.graph_nodes import (
+    example_of,
+    is_random,
+    is_size,
+    need_gradients,
+    overwrites,
+    owned_by,
+    tensors_of,
+)
 from rotor_py.capture.graph.saved_values import KINDS, SavedPart, named
 from rotor_py.capture.graph.selective_recompute import find_saved_parts, same_parts
 from rotor_py.capture.graph.stage_graph import Emitter, MarkedStage, graph_on, node_of, run_graph
@@ -134,9 +142,6 @@ class WholeRun:
         made = graph.call_function(operator.getitem, (self._owned, len(self._places) - 1))
         made.meta = dict(node.meta)
         return made
-
-
-_SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class GraphStage(nn.Module, StageOffers, HasKind):
@@ -264,7 +269,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         for example in self._like:
             # Leave out nodes that compute sizes: where a size is 1, a graph has a constant in place of such a node.
             theirs, own = (
-                {at: node for at, node in enumerate(each.body.graph.nodes) if not isinstance(example_of(node), _SIZES)}
+                {at: node for at, node in enumerate(each.body.graph.nodes) if not is_size(node)}
                 for each in (example, self)
             )
             if [*map(_operator, theirs.values())] == [*map(_operator, own.values())]:
@@ -328,7 +333,7 @@ def stages_of(
     pieces = [facts.body[low:high] for low, high in itertools.pairwise([0, *(end + 1 for end in cuts.ends)])]
     names = name_pieces(pieces, dict(zip(facts.body, weights, strict=True))) if names is None else names
     early = {*facts.context, *facts.given}
-    shared = list(dict.fromkeys(each for node in facts.body for each in node.all_input_nodes if each in early))
+    shared = [each for each in _read_by(facts.body, facts) if each in early]
     made = set(facts.body)
     leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
     result: list[tuple[str, nn.Module]] = []
@@ -337,7 +342,7 @@ def stages_of(
     for number, (name, piece) in enumerate(zip(names, pieces, strict=True)):
         last = number == len(pieces) - 1
         outputs = leaving if last else cuts.live[cuts.ends[number]]
-        used = list(dict.fromkeys(each for node in piece for each in node.all_input_nodes if each in early))
+        used = [each for each in _read_by(piece, facts) if each in early]
         tensors = [node for node in outputs if tensors_of(node)]
         stage = GraphStage(
             Emitter(facts, [*inputs, *used], piece),
@@ -354,6 +359,14 @@ def stages_of(
         result.append((name, stage))
         inputs = outputs
     return result, shared, leaving
+
+
+def _read_by(nodes: Iterable[fx.Node], facts: GraphFacts) -> list[fx.Node]:
+    """Return the nodes that `nodes` read, each once; in place of arithmetic on sizes, the nodes that this reads."""
+    found: dict[fx.Node, None] = {}
+    for each in (each for node in nodes for each in node.all_input_nodes):
+        found |= dict.fromkeys(_read_by([each], facts) if each in facts.arithmetic else [each])
+    return list(found)
 
 
 def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:

@@ -117,6 +117,9 @@ class Emitter:
 
     def add(self, node: fx.Node) -> None:
         self._switch(self.facts.modes[node])
+        self._copy(node)
+
+    def _copy(self, node: fx.Node) -> None:
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
@@ -150,7 +153,9 @@ class Emitter:
         return module
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        if node not in self.copies:  # a parameter, a buffer, or the body of an operator
+        if node not in self.copies and node in self.facts.arithmetic:
+            self._copy(node)
+        elif node not in self.copies:  # a parameter, a buffer, or the body of an operator
             # Equal stages share graphs, which find attributes by name, so number attributes. In a sharded model, stages
             # share none: name attributes after nodes, so that the pieces of a stage find them.
             name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
