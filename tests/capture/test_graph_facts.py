@@ -329,7 +329,7 @@ class Reshaping(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            shape = value.size()[:-1] + (32,)
+            shape = value.size()[:-1] + (32,)  # noqa: RUF005  # a `torch.Size`
             value = value + layer(value.reshape(-1, 32)).tanh().reshape(shape)
         return value
 
