@@ -37,6 +37,8 @@
 #     back, right before the operations that the plan names, even if the engine runs these operations (`Moving`).
 # 16. Consecutive stages of rule 1 run as one function, if they can and nothing is offloaded in between. This function
 #     gets its input in a list, which it empties: tensors in other arguments would exist until it returns.
+# 17. A node that returns a tensor of its input returns a copy, so that gradients add up in plain training's order. If
+#     the caller gets this copy, its gradient lacks what stages add that read the tensor. So a hook refuses to show it.
 """
 
 from __future__ import annotations
@@ -44,11 +46,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
+from rotor_profiling import leaves_of
 from rotor_profiling.isolate import trained_parameters, undoing
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.torch_compat import TreeSpec
@@ -131,6 +136,16 @@ class Frame:
         return tree_unflatten([next(remaining) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
 
+def _copied_by(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the stages whose nodes got a tensor from an earlier stage and returned a copy (Rule 17)."""
+    known: dict[int, tuple[int, ...]] = getattr(tensor.grad_fn, "copied_by", {})
+    return known.get(tensor.output_nr, ())
+
+
+def _is_users(hook: Any) -> bool:
+    return not (getattr(getattr(hook, "func", hook), "__module__", "") or "").startswith(("rotor_", "torch."))
+
+
 class StageNode(torch.autograd.Function):
     """One stage as a node: runs without a graph in the forward; in the backward, the tape recomputes it (Rule 2)."""
 
@@ -140,9 +155,15 @@ class StageNode(torch.autograd.Function):
         tape.passes.nodes[stage] = ctx
         ctx.set_materialize_grads(False)  # missing gradients stay None, as in plain training
         left: list[torch.Tensor] = []
-        output, without_gradient = tape.run_first(stage, frame.filled(tensors), left)
+        inputs = tensors[: frame.tensors]
+        # Leaves of its own: of a hook that the stage registers on its input, only the recomputation's must be called.
+        given = [leaves_of(tensor) for tensor in inputs]
+        output, without_gradient = tape.run_first(stage, frame.filled(given), left)
         ctx.mark_non_differentiable(*without_gradient)
         tape.frames[stage], made = Frame.of(output)
+        at = {id(tensor): number for number, tensor in enumerate(given)}
+        passed = [(number, at[id(tensor)]) for number, tensor in enumerate(made) if id(tensor) in at]
+        ctx.copied_by = {number: (*_copied_by(inputs[position]), stage) for number, position in passed}
         # A loss may read these in attributes, where they get the node's history: autograd returns the same objects.
         return *made, *left
 
@@ -239,10 +260,29 @@ class Tape:
         held = self.passes.left
         assert held is not None
         try:
-            return self._forward(held, value)
+            output = self._forward(held, value)
         except BaseException:  # Rule 10
             held.clear()
             raise
+        for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
+            if stages := _copied_by(tensor):
+                tensor.register_hook(partial(self._refuse_to_show_part, tensor.grad_fn, ref(tensor), stages))
+        return output
+
+    def _refuse_to_show_part(self, node: Any, known: ref[torch.Tensor], stages: tuple[int, ...], part: Any) -> None:
+        """Raise InvalidStateError if the user asks for an output's gradient, of which this is a `part` (Rule 17)."""
+        tensor = known()
+        hooked = tensor is not None and (
+            tensor.retains_grad or any(map(_is_users, (tensor._backward_hooks or {}).values()))
+        )
+        ends_here = part is not None and not goes_through_any(each for each, _ in node.next_functions)
+        if hooked or ends_here:
+            names = [self.runners[stage].name for stage in stages]
+            self._changed.update(names)
+            text = (
+                f"run the step once more to see this output's gradient: it passes stage {names[0]!r}, {self.why_a_node}"
+            )
+            raise InvalidStateError(text, kind="part_of_gradient", name=names[0])
 
     def _forward(self, held: Held, value: Any) -> Any:
         moving = self._moving
@@ -364,10 +404,10 @@ class Tape:
         value, surroundings = held.inputs[stage], self.surroundings[stage]  # Rule 4: as in the first run
         self._refuse_written(held, stage)
         before = self._versions(value)
+        # The kept tensors are detached, which cleared `requires_grad`: set it as in the first run.
+        for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
+            tensor.requires_grad_(needed)
         if isinstance(step.operation, ForwardEnable):
-            # The kept tensors are detached, which cleared `requires_grad`: set it as in the first run.
-            for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
-                tensor.requires_grad_(needed)
             held.attached[stage], output = self._runner(step).attach(
                 value, surroundings, self.context, skip_output=step.skips_output
             )
@@ -402,11 +442,11 @@ class Tape:
     def _keep(self, held: Held, stage: int, value: Any) -> None:
         if stage not in held.inputs:
             held.inputs.keep(stage, value)
-            self._kept[stage] = [tensor._version for tensor in held.inputs.held_tensors(stage)]
+            self._kept[stage] = self._versions(held.inputs.held_tensors(stage))
 
     def _refuse_written(self, held: Held, stage: int) -> None:
-        """Raise StageChangedError if an in-place operator has written to the stage's input after the tape kept it."""
-        now = [tensor._version for tensor in held.inputs.held_tensors(stage)]
+        """Raise StageChangedError if an operator has written to the stage's input, or to the context, since `_keep`."""
+        now = self._versions(held.inputs.held_tensors(stage))
         if stage in self._kept and now != self._kept[stage]:
             was, is_now = (" ".join(f"at version {each}" for each in versions) for versions in (self._kept[stage], now))
             raise StageChangedError(self.runners[stage].name, "the input", was, is_now)

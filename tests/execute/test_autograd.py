@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from rotor_profiling import memory_meter
 from rotor_py import CheckpointOptim
-from rotor_py.errors import StageChangedError
+from rotor_py.errors import InvalidStateError, StageChangedError
 from rotor_py.execute.backward_passes import Unclaimed
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import Tape
@@ -113,6 +114,51 @@ def test_the_gradient_of_only_a_part_of_the_output_and_functions_without_paramet
         found = CheckpointOptim.apply(stages, FROM_INPUT, "abc", True, value())[index]
         expected = stages[2](pair(first(value())))[index]
         assert torch.equal(*(torch.autograd.grad(each.sum(), first.weight)[0] for each in (found, expected)))
+
+
+class Hooking(nn.Linear):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient / 2)
+            return super().forward(value) * 3
+        return super().forward(value)
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_layers_that_ask_for_gradients_and_hook_their_input_do_so_in_every_run(sequence):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Hooking(4, 4) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    for output in (apply(model, sequence, value()), plain(value())):
+        output.sum().backward()
+    assert same_gradients(model, plain)
+
+
+class Gathering(nn.Linear):
+    def forward(self, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return super().forward(values[0]).tanh() + values[0], *values
+
+
+@pytest.mark.parametrize("ask", ["hook", "retain", "grad", "nothing"])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_outputs_that_recomputed_stages_read_show_all_of_their_gradient_or_none(sequence, ask: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Gathering(4, 4) for _ in range(4)))
+    plain, found = copy.deepcopy(model), list[torch.Tensor]()
+    for run in (partial(apply, model, sequence), plain):
+        last, _, feature, *_ = run((value(),))
+        if ask == "hook":
+            feature.register_hook(found.append)
+        elif ask == "retain":
+            feature.retain_grad()
+        loss = last.square().sum() + (feature.sum() if ask in ("nothing", "grad") else 0)
+        refused = run is not plain and ask != "nothing" and sequence == NESTED  # its node 2 passes the feature on
+        with raises(InvalidStateError, "part_of_gradient", name="stage 2") if refused else nullcontext():
+            found += torch.autograd.grad(loss, feature) if ask == "grad" else [loss.backward()][:0]
+            found += [feature.grad] if ask == "retain" else []
+    if sequence != NESTED or ask == "nothing":
+        assert all(map(torch.equal, found[::2], found[1::2]))
+        assert same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
