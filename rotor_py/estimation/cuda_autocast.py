@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from rotor_profiling import torch_compat
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.torch_compat import tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
 
@@ -203,8 +204,5 @@ def _for_cpu() -> Iterator[None]:
             device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
         begin(self, device_type, dtype, *args, **kwargs)
 
-    autocast.__init__ = begin_for_cpu
-    try:
+    with set_meanwhile((autocast, {"__init__": begin_for_cpu})):
         yield
-    finally:
-        autocast.__init__ = begin

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import rotor_solver
 from rotor_profiling import tensors_in
 from rotor_profiling.backends import operators
 from rotor_profiling.followed_storages import FollowedStorages
+from rotor_profiling.isolate import set_meanwhile, undoing
 from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.stage.gradients import scalar_after
 from rotor_profiling.storage import local
@@ -89,18 +91,12 @@ class SimulatedStep:
     @contextmanager
     def state_restored(self) -> Iterator[None]:
         """Restore gradients and optimizer state after the context. Inside it, steps over the limit change no plan."""
-        gradients = {each: each.grad for each in self.network.parameters()}
-        state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
-        watch, self.network.watch = self.network.watch, False
-        try:
+        with undoing() as undo, set_meanwhile((self.network, {"watch": False})):
+            undo += [partial(setattr, each, "grad", each.grad) for each in self.network.parameters()]
+            if self.optimizer is not None:
+                state = {key: dict(each) for key, each in self.optimizer.state.items()}
+                undo += [partial(self.optimizer.state.update, state), self.optimizer.state.clear]
             yield
-        finally:
-            self.network.watch = watch
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-            if self.optimizer is not None and state is not None:
-                self.optimizer.state.clear()
-                self.optimizer.state.update(state)
 
 
 def _loss_in(output: Any) -> torch.Tensor:
@@ -227,17 +223,11 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
     gather = group.foreach_all_gather
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        before, step.stream = step.stream, _GATHERING
-        try:
+        with set_meanwhile((step, {"stream": _GATHERING})):
             return gather(*args, **kwargs)
-        finally:
-            step.stream = before
 
-    group.foreach_all_gather = gathered
-    try:
+    with set_meanwhile((group, {"foreach_all_gather": gathered})):
         yield
-    finally:
-        group.foreach_all_gather = gather
 
 
 # For each round of `find_room`: the share by which its plan allows more communication bytes than the last plan's step

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents_of, fill
+from rotor_profiling.isolate import undoing
 from rotor_profiling.stage.stage_signature import HasKind
 
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -244,8 +245,6 @@ def _changed(location: Location, value: Any, contents: Contents) -> bool:
 @contextmanager
 def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
     """When the context exits, restore the globals and the like (`Location`) of `function` to their former values."""
-    before = NamedState(locations_of(function))
-    try:
+    with undoing() as undo:
+        undo.append(NamedState(locations_of(function)).put_back)
         yield
-    finally:
-        before.put_back()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.isolate import undoing
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.named_state import is_library, named_objects
@@ -95,12 +97,10 @@ def draws(function: Callable[..., Any]) -> bool:
 @contextmanager
 def streams_kept(function: Callable[..., Any], value: Any = None) -> Iterator[None]:
     """Context that keeps the streams that `function` names, and generators that are leaves of its arguments `value`."""
-    before = [(stream, stream.state()) for stream in (*streams_of(function), *streams_among(tree_leaves(value)))]
-    try:
+    with undoing() as undo:
+        streams = (*streams_of(function), *streams_among(tree_leaves(value)))
+        undo += [partial(stream.set, stream.state()) for stream in streams]
         yield
-    finally:
-        for stream, state in before:
-            stream.set(state)
 
 
 def _of_numpy(source: Any) -> Stream:

@@ -15,6 +15,7 @@ from torch import nn
 
 from rotor_profiling import RandomState, has_loss, leaves_of, measured_peak, measured_phases, tensors_in
 from rotor_profiling.attributes import attributes_kept
+from rotor_profiling.isolate import set_meanwhile, undoing
 from rotor_profiling.value_tree import tree_flatten, tree_map_only, tree_unflatten
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.plan.step_spec import arguments_of
@@ -124,19 +125,11 @@ def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | N
 
     Inside, a step over the limit does not change the plan. `TrainingStep` itself restores parameters and buffers.
     """
-    gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
-    watch, network.watch = network.watch, False
+    # The first step would add to present gradients.
+    without = [(network, {"watch": False}), *((each, {"grad": None}) for each in network.model.parameters())]
     restored = nullcontext() if optimizer is None else optimizer_restored(optimizer)
-    with in_training(network), torch.enable_grad(), restored:
-        # else, the first step would add to these gradients
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            network.watch = watch
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    with in_training(network), torch.enable_grad(), restored, set_meanwhile(*without):
+        yield
 
 
 @contextmanager
@@ -275,9 +268,6 @@ class TrainingStep:
     def _restored(self) -> Iterator[None]:
         """After the context, restore the random state, and parameters, buffers and attributes of the model."""
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
-        state = RandomState.now((self.device,))
-        try:
-            with values_restored(changing), attributes_kept(self.model):
-                yield
-        finally:
-            state.restore()
+        with undoing() as undo, values_restored(changing), attributes_kept(self.model):
+            undo.append(RandomState.now((self.device,)).restore)
+            yield
