@@ -14,6 +14,7 @@ from torch import nn
 from rotor_profiling import tensors_in
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.stage.compression import rounded_stages
 from rotor_py.validate.steps import Network, TimedOperation, TrainingStep, state_restored
 from rotor_solver import Sequence, store_all
@@ -105,9 +106,8 @@ def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
 
 
 def word_of_plan(network: Checkpointable) -> str | None:
-    assert network.sequence is not None
-    assert network.inspection_values is not None
-    return network.inspection_values.fewer_bits if rounded_stages(network.build_chain(), network.sequence) else None
+    plan = plan_of(network)
+    return plan.measurement.fewer_bits if rounded_stages(plan.budget.chain, plan.followed) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +235,8 @@ def verify(
         results = [replace(_compared(with_plan, plain, noise, word), eager_difference=eager)]
         del with_plan  # free its gradients on the CPU, which are as large as the model
         if operations:
-            assert network.sequence is not None
-            results[0] = replace(results[0], operations=step.operations(network, network.sequence, network.names))
+            timed = step.operations(network, plan_of(network).followed, network.names)
+            results[0] = replace(results[0], operations=timed)
         with _same_plan_afterwards(network):
             for number, sequence in enumerate(others):
                 tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
