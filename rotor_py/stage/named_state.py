@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -28,14 +28,11 @@ _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
 
 
-class Location:
+class Location(NamedTuple):
     """Functions that read and write a global, closure variable or attribute, without keeping its object alive."""
 
-    __slots__ = ("get", "set")
-
-    def __init__(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
-        self.get = get
-        self.set = set
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
 
     @classmethod
     def in_namespace(cls, namespace: dict[str, Any], name: str) -> Location:

@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import ModuleType
@@ -21,6 +21,7 @@ from rotor_profiling.isolate import undoing
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.named_state import is_library, named_objects
+from rotor_solver.watching import holding
 
 # Random streams besides PyTorch's RNG: Python's, NumPy's, and generators to which a model refers. Reading the states of
 # the first two takes long, so a forward reads them only if its code refers to a library that may draw from them.
@@ -189,14 +190,9 @@ def decisions_repeated(decisions: Decisions) -> Any:
     return _Repeating(decisions) if decisions else nullcontext()
 
 
-@contextmanager
-def not_deciding() -> Iterator[None]:
+def not_deciding() -> AbstractContextManager[None]:
     """Inside this context, do not treat results of operators as decisions of the stage that runs."""
-    outside = _not_the_stage.set(True)
-    try:
-        yield
-    finally:
-        _not_the_stage.reset(outside)
+    return holding(_not_the_stage, True)
 
 
 def decided_bytes(function: Callable[..., Any]) -> int:
