@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from rotor_cli.model_file_errors import EXAMPLE, REQUIRED_SAMPLE, defines_not, r
 from rotor_cli.request import Request
 from rotor_cli.target_device import Target, limit_on, target_of
 from rotor_cli.text_report import console
+from rotor_profiling.isolate import set_meanwhile, undoing
 from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, UnsupportedModelError, verify
 from rotor_py.batch_size.choose import choose_among
 from rotor_py.batch_size.measured_batches import MeasuredBatches, PredictedBatches
@@ -370,15 +372,11 @@ def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
     file = str(Path(path).resolve())
     module = ModuleType("__main__")
     module.__dict__.update(__file__=file, __loader__=SourceFileLoader("__main__", file), __builtins__=__builtins__)
-    before, argv, folders = sys.modules["__main__"], sys.argv, list(sys.path)
-    sys.modules["__main__"] = module
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(file).parent))
-    try:
+    script = {"argv": [path, *arguments], "path": [str(Path(file).parent), *sys.path]}
+    with undoing() as undo, set_meanwhile((sys, script)):
+        undo.append(partial(sys.modules.__setitem__, "__main__", sys.modules["__main__"]))
+        sys.modules["__main__"] = module
         yield module
-    finally:
-        sys.modules["__main__"] = before
-        sys.argv, sys.path[:] = argv, folders
 
 
 def run_script(module: ModuleType) -> None:

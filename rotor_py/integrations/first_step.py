@@ -260,9 +260,7 @@ class FollowedModel:
         network = self.network
         if self._most_in_flight <= network.forwards_in_flight:
             return
-        loss = plan_of(
-            network
-        ).measurement.loss  # its memory, found in the step; a new measurement would lose it
+        loss = plan_of(network).measurement.loss  # its memory, found in the step; a new measurement would lose it
         network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
         network.forwards_in_flight = self._most_in_flight
         with restored_autocast(self.autocast, cache=True):
