@@ -211,7 +211,7 @@ def named(strategy: str, sequence: Sequence) -> str:
     """Return the name of a strategy to print; in "every n layers", the n of `sequence`."""
     if strategy != EVERY:
         return strategy
-    before_loss = sequence[: list(sequence).index(Loss())]
+    before_loss = sequence[: sequence.index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
     # Before the loss, the last segment runs with a graph; each of `kept` others has a checkpoint and `distance` stages.
