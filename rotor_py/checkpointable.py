@@ -27,7 +27,8 @@ from rotor_py.plan.planner import Planner
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings, refuse_excluded
 from rotor_py.plan.step_spec import arguments_of
-from rotor_py.transparent import Transparent, core_of, in_training, instead_of_forward
+from rotor_py.stage.protocol import calling_instead
+from rotor_py.transparent import Transparent, core_of, in_training
 from rotor_solver import Algorithm, Chain, InfeasibleError, Sequence
 from rotor_solver.watching import Progress
 
@@ -222,7 +223,7 @@ class Checkpointable(PlannedModel):
             planner.warn_of_torch_compile()
         if isinstance(self.model, DistributedDataParallel):
             # DDP's own forward prepares the reducer, then calls the inner module, which follows the plan.
-            with instead_of_forward(planner.model.core, planner.run):
+            with calling_instead(planner.model.core, planner.run):
                 return self.model.forward(*args, **kwargs)
         try:
             return planner.run(*args, **kwargs)

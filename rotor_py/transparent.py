@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -47,7 +47,7 @@ class Transparent(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # By default, pickle reads `__class__`, which is the model's, and would load a model without this wrapper.
-        return _blank, (type(self),), self.__dict__
+        return object.__new__, (type(self),), self.__dict__
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("model")
@@ -108,10 +108,6 @@ def _is_torchs(method: MethodType) -> bool:
     return str(getattr(method.__func__, "__module__", "")).partition(".")[0] == "torch"
 
 
-def _blank(kind: type[Transparent]) -> Transparent:
-    return kind.__new__(kind)
-
-
 def core_of(model: nn.Module) -> nn.Module:
     """Return the module to cut into stages: the one inside DistributedDataParallel and `torch.compile`, if any."""
     if isinstance(model, DistributedDataParallel):
@@ -137,18 +133,3 @@ def in_training(module: Transparent) -> Iterator[None]:
         module.training = False
         for each, mode in modes:
             each.training = mode
-
-
-@contextmanager
-def instead_of_forward(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Inside the context, the first call of `module` calls `run` in place of its forward, which `run` may call."""
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        del module.__dict__["forward"]
-        return run(*args, **kwargs)
-
-    module.__dict__["forward"] = once
-    try:
-        yield
-    finally:
-        module.__dict__.pop("forward", None)

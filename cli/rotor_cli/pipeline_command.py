@@ -20,6 +20,7 @@ from rotor_cli.write_outputs import SCHEMA, picked
 from rotor_profiling import bytes_like, optimizer_cost, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.pipeline_costs import PipelineCosts, pipeline_costs
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.terminal import Prose, plain_table
 from rotor_py.units import exact_bytes, format_bytes, format_seconds, limit_text
@@ -93,14 +94,14 @@ def _measure(found: ModelFile, request: Request, shown: Activities) -> tuple[Che
             cache=not request.no_cache,
         )
         network.measure(found.sample)
-        assert network.inspection_values is not None
+        measurement = plan_of(network).measurement
         costs = pipeline_costs(
             network.model,
             network.functions,
-            network.inspection_values,
+            measurement,
             network.device,
             microbatches=request.microbatches_or_default,
-            batch_bytes=bytes_like(tensors_in(found.sample)) if network.inspection_values.prefix else 0,
+            batch_bytes=bytes_like(tensors_in(found.sample)) if measurement.prefix else 0,
             optimizer=optimizer_cost(found.optimizer) if found.optimizer else None,
         )
     return network, costs

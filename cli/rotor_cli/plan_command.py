@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from rotor_cli.model_file_errors import EXAMPLE, REQUIRED_SAMPLE, defines_not, r
 from rotor_cli.request import Request
 from rotor_cli.target_device import Target, limit_on, target_of
 from rotor_cli.text_report import console
+from rotor_profiling.isolate import set_meanwhile, undoing
 from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, UnsupportedModelError, verify
 from rotor_py.batch_size.choose import choose_among
 from rotor_py.batch_size.measured_batches import MeasuredBatches, PredictedBatches
@@ -37,6 +39,7 @@ from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.integrations.first_step import FirstStep, FirstTrainingStep, NoTrainingStepError
 from rotor_py.measure.device import limit_bytes
 from rotor_py.offload.open_tier import checked_name
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.step_spec import describe, spec_of
 from rotor_py.report.progress import Activities, activities
@@ -138,9 +141,8 @@ def _step(network: Checkpointable, found: ModelFile, request: Request, target: T
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
     """Return the facts of storing everything, with its peak as limit; `_plan` then replaces sequence and limit."""
-    assert network.budget is not None
-    assert network.inspection_values is not None
-    stored = store_all(network.budget.chain)
+    plan = plan_of(network)
+    stored = store_all(plan.budget.chain)
     forwards, order = network.forwards_in_flight, request.backward_order
     arguments = {
         "loss=loss": found.loss is not None,
@@ -155,9 +157,9 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
     return Facts(
         title=found.name,
         device=str(network.device),
-        mem_limit=network.budget.peak_bytes(stored),
-        budget=network.budget,
-        measurement=network.inspection_values,
+        mem_limit=plan.budget.peak_bytes(stored),
+        budget=plan.budget,
+        measurement=plan.measurement,
         sequence=stored,
         arguments=tuple(argument for argument, given in arguments.items() if given),
         limited=request.limited,
@@ -179,9 +181,8 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
             console(stderr=True).print(stage_table(facts, costs_alone=True), "", sep="\n")
         raise failed(error, INFEASIBLE) from error
     # Planning decides by the limit which stages are compiled, so it may have changed budget and stage costs.
-    assert network.budget is not None
-    assert network.inspection_values is not None
-    found = replace(facts, budget=network.budget, measurement=network.inspection_values)
+    plan = plan_of(network)
+    found = replace(facts, budget=plan.budget, measurement=plan.measurement)
     return replace(found, mem_limit=limit, sequence=sequence, compiled=network.compiled if request.compile else None)
 
 
@@ -190,10 +191,8 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
     keep_limit = request.mem_limit is not None or request.overhead is not None
     assert target.simulated is not None
     reserved = target.simulated.reserve(_step(network, found, request, target), keep_limit=keep_limit)
-    assert network.budget is not None
-    assert network.sequence is not None
-    limit = limit_bytes(network.mem_limit, network.device)
-    return replace(facts, reserved=reserved, mem_limit=limit, budget=network.budget, sequence=network.sequence)
+    plan, limit = plan_of(network), limit_bytes(network.mem_limit, network.device)
+    return replace(facts, reserved=reserved, mem_limit=limit, budget=plan.budget, sequence=plan.followed)
 
 
 def solver_options(request: Request) -> dict[str, Any]:
@@ -373,15 +372,11 @@ def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
     file = str(Path(path).resolve())
     module = ModuleType("__main__")
     module.__dict__.update(__file__=file, __loader__=SourceFileLoader("__main__", file), __builtins__=__builtins__)
-    before, argv, folders = sys.modules["__main__"], sys.argv, list(sys.path)
-    sys.modules["__main__"] = module
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(file).parent))
-    try:
+    script = {"argv": [path, *arguments], "path": [str(Path(file).parent), *sys.path]}
+    with undoing() as undo, set_meanwhile((sys, script)):
+        undo.append(partial(sys.modules.__setitem__, "__main__", sys.modules["__main__"]))
+        sys.modules["__main__"] = module
         yield module
-    finally:
-        sys.modules["__main__"] = before
-        sys.argv, sys.path[:] = argv, folders
 
 
 def run_script(module: ModuleType) -> None:

@@ -20,6 +20,7 @@ from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
 from rotor_profiling.timing import CudaStopwatch, Stopwatch, cpu_stopwatch
 from rotor_profiling.torch_compat import function_mode_stack, pop_function_mode, push_function_mode
 from rotor_solver.described_error import InvalidValueError
+from rotor_solver.watching import holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,9 @@ def _wake_engine(device: torch.device) -> None:
 _prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.prediction", default=None)
 
 
-@contextmanager
-def using(prediction: Prediction) -> Iterator[None]:
+def using(prediction: Prediction) -> AbstractContextManager[None]:
     """Inside this context, have all measurements of this thread use the meter and stopwatch of `prediction`."""
-    before = _prediction.set(prediction)
-    try:
-        yield
-    finally:
-        _prediction.reset(before)
+    return holding(_prediction, prediction)
 
 
 def prediction() -> Prediction | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +90,17 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
         undo += [partial(entries.__setitem__, name, tensor) for entries, name, tensor in slots]
         for entries, name, tensor in slots:
             entries[name] = replacement[id(tensor)]
+        yield
+
+
+@contextmanager
+def set_meanwhile(*settings: tuple[Any, Mapping[str, Any]]) -> Iterator[None]:
+    """Inside this context, set attributes; `settings` are pairs: an object, and the values of its attributes."""
+    with undoing() as undo:
+        for owner, values in settings:
+            undo += [partial(setattr, owner, name, getattr(owner, name)) for name in values]
+            for name, value in values.items():
+                setattr(owner, name, value)
         yield
 
 
@@ -221,11 +232,9 @@ class Buffers:
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of `module` and their values when the context exits."""
-    before = Buffers(module)
-    try:
+    with undoing() as undo:
+        undo.append(Buffers(module).put_back)
         yield
-    finally:
-        before.put_back()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.backends import memory_meter, stopwatch
-from rotor_profiling.isolate import RandomState
+from rotor_profiling.isolate import RandomState, undoing
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.timing import seconds_of
@@ -44,32 +44,29 @@ def measure_loss(
     Raises UnusableLossError if `loss` does not take one argument, or returns no scalar that requires a gradient.
     """
     _refuse_other_arguments(loss)
-    state = RandomState.now((device,))
-    try:
-        with torch.enable_grad():
-            _check(loss(leaves_of(output)))  # also a warm-up, in which libraries allocate memory that they keep
-            with memory_meter(device) as meter:
-                leaf = leaves_of(output)
-                meter.mark("loss")
-                value = loss(leaf)
-                value.backward()
-                wait_for(gradients_at(leaf))
-                # In training, `backward` keeps its first gradient, a tensor of ones, until the model's backward ends.
-                # Here, `backward` has ended, so measure the bytes of that gradient separately.
-                meter.mark("start of a backward")
-                first_gradient = torch.ones_like(value)
-                meter.mark("end")  # the frees of the next line count in no phase that is read
-                del value, leaf, first_gradient
+    with undoing() as undo, torch.enable_grad():
+        undo.append(RandomState.now((device,)).restore)
+        _check(loss(leaves_of(output)))  # also a warm-up, in which libraries allocate memory that they keep
+        with memory_meter(device) as meter:
+            leaf = leaves_of(output)
+            meter.mark("loss")
+            value = loss(leaf)
+            value.backward()
+            wait_for(gradients_at(leaf))
+            # In training, `backward` keeps its first gradient, a tensor of ones, until the model's backward ends.
+            # Here, `backward` has ended, so measure the bytes of that gradient separately.
+            meter.mark("start of a backward")
+            first_gradient = torch.ones_like(value)
+            meter.mark("end")  # the frees of the next line count in no phase that is read
+            del value, leaf, first_gradient
 
-            def run() -> None:
-                leaf = leaves_of(output)
-                loss(leaf).backward()
-                wait_for(gradients_at(leaf))
+        def run() -> None:
+            leaf = leaves_of(output)
+            loss(leaf).backward()
+            wait_for(gradients_at(leaf))
 
-            with stopwatch(device) as watch:
-                seconds = seconds_of(run, watch)
-    finally:
-        state.restore()
+        with stopwatch(device) as watch:
+            seconds = seconds_of(run, watch)
     phase, start = meter.phases["loss"], meter.phases["start of a backward"]
     # The gradient of the output is in memory with the loss, but the solver counts it separately, as δ_L.
     return LossCost(

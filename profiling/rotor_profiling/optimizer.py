@@ -15,7 +15,7 @@ import torch
 
 from rotor_profiling.backends import prediction
 from rotor_profiling.followed_storages import LiveBytes
-from rotor_profiling.isolate import undoing
+from rotor_profiling.isolate import set_meanwhile, undoing
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset_fake_temporarily
@@ -99,11 +99,8 @@ def _idle_state(optimizer: torch.optim.Optimizer, kinds: set[str]) -> list[torch
 @contextmanager
 def _without_gradients(groups: Groups) -> Iterator[None]:
     """Remove gradients inside this context, so that a copy that still refers to the real parameters steps none."""
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    with undoing(), undoing() as undo:  # if Ctrl-C interrupts the inner context, the outer one undoes the rest
-        undo += [partial(setattr, parameter, "grad", parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+    without = [(parameter, {"grad": None}) for group in groups for parameter in group["params"]]
+    with undoing(), set_meanwhile(*without):  # if Ctrl-C interrupts the inner context, the outer one undoes the rest
         yield
 
 
@@ -293,13 +290,11 @@ def stepping_as_on_cuda(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     predicted = prediction()
     on_cuda = predicted is not None and predicted.kind == "cuda"
     groups = [group for group in optimizer.param_groups if on_cuda and _left_to_torch(group)]
-    for group in groups:
-        group["foreach"] = True
-    try:
-        yield
-    finally:
+    with undoing() as undo:
         for group in groups:
-            group["foreach"] = None
+            undo.append(partial(group.__setitem__, "foreach", None))
+            group["foreach"] = True
+        yield
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -33,6 +33,7 @@ from rotor_py.estimation.device_table import devices_of
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.report.sweep import Aim, BatchChoice
 from rotor_py.units import exact_bytes, limit_text
+from rotor_solver.described_error import check_count
 from rotor_solver.watching import Progress
 
 P = ParamSpec("P")
@@ -230,9 +231,8 @@ def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> Infeasi
 
 def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_grads: bool) -> Sequence[int]:
     for name, number in (("multiple", multiple), ("effective_batch", effective_batch), ("most", most)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            message = f"{name} is {number!r}; it has to be a whole number, one at least"
-            raise InvalidValueError(message, kind="not_a_count", name=name)
+        if number is not None:
+            check_count(number, name)
     if effective_batch is None:
         if multiple > most:
             message = f"raise most or lower multiple: no multiple of {multiple} is at most {most}"

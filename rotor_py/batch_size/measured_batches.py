@@ -22,6 +22,7 @@ from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import available_bytes, limit_bytes
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.validate.steps import TrainingStep, state_restored, values_restored
 from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
@@ -75,12 +76,11 @@ class MeasuredBatches:
                     message = f"sample_of(n) must return n rows, got {size} bytes for n={batch}, {known} for n={other}"
                     raise UnsupportedModelError(message, kind="sample_ignores_batch", batch=batch)
             self._measure(network, batch, sample)
-            measurement, budget = network.inspection_values, network.budget
-            assert measurement is not None
-            assert budget is not None
-            prefix = measurement.prefix
-            costs = agreed_costs(StepCosts(budget, prefix.seconds if prefix else 0.0), self._group, network.device)
-            self.costs[batch], self._networks[batch] = costs, network
+            plan = plan_of(network)
+            prefix = plan.measurement.prefix
+            costs = StepCosts(plan.budget, prefix.seconds if prefix else 0.0)
+            self.costs[batch] = agreed_costs(costs, self._group, network.device)
+            self._networks[batch] = network
         return self.costs[batch]
 
     def trains_on(self, batch: int) -> bool:
@@ -139,8 +139,7 @@ class MeasuredBatches:
         """Return the measured peak of a planned step in bytes; None if the device has too little free memory for it."""
         network = self.network(batch)
         sequence = network.compute_sequence()
-        assert network.budget is not None
-        if self.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
+        if self.agreed(plan_of(network).budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
             return None
         # With several processes on the CPU, the profiler misses frees by other threads, so peaks come out too high.
         peaks = []

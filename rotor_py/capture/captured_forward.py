@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from rotor_profiling import isolated, tensors_in, torch_compat
 from rotor_profiling.backends import prediction
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_compat import TorchRuntimeError, Unsupported, dispatch_mode_stack, function_mode_stack
 from rotor_py.capture.captured_graph import CapturedGraph
@@ -296,11 +297,8 @@ class CapturedForward:
             yield
             return
         self._graphs.clear()  # stages of graphs captured before would call the old FSDPMarks
-        marks.measuring = True
-        try:
+        with set_meanwhile((marks, {"measuring": True})):
             yield
-        finally:
-            marks.measuring = False
 
     def _read_model(self) -> None:
         groups = [] if self._gathered else groups_of(self.model)

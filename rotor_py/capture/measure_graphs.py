@@ -32,7 +32,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
-from rotor_profiling.isolate import own_parametrizations
+from rotor_profiling.isolate import own_parametrizations, undoing
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_profiling.value_tree import with_own_containers
 from rotor_py.capture.captured_forward import CapturedForward
@@ -181,17 +181,14 @@ def measure_graphs(
             found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around, *extra))
         return outputs
 
-    # Restore this random state below: measuring runs stages several times, and each run may draw random numbers.
-    state = RandomState.now((device,))
-    with attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
-        try:
-            with outside:
-                # Copy dicts and lists among the arguments, since a forward may change them.
-                output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
-            found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
-            found.outputs_held = options.outputs_held or not has_loss(found.output)
-        finally:
-            state.restore()
+    with undoing() as undo, attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
+        # Measuring runs stages several times, and each run may draw random numbers.
+        undo.append(RandomState.now((device,)).restore)
+        with outside:
+            # Copy dicts and lists among the arguments, since a forward may change them.
+            output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
+        found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
+        found.outputs_held = options.outputs_held or not has_loss(found.output)
         found.outside_bytes = sum(outside.bytes.values())
         found.outside_scratch = 4 * max(outside.bytes.values(), default=0)
         captured_bytes = sum(each.saved_bytes for each in found.graphs)
@@ -224,7 +221,6 @@ def measure_graphs(
             found.variants = compiled_variants(main, compiler, options.progress, budget, agree)
             for variant in found.variants:
                 found.settle(variant)
-            state.restore()
     return found
 
 

@@ -34,6 +34,7 @@ from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import BatchNorm
 from rotor_profiling.torch_compat import is_fake_tensor as is_fake
 from rotor_py.capture.graph.graph_nodes import tensors_of
+from rotor_solver.max_flow import reached
 
 Answers = tuple[bool, ...]  # the assumed answers of a graph's questions, in the order asked
 
@@ -122,16 +123,8 @@ def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphM
 
 def _is_about_the_batch(node: fx.Node) -> bool:
     """Whether a question's condition depends on values in the graph's inputs. These differ between processes."""
-    pending, seen = list(node.all_input_nodes), set()
-    while pending:
-        each = pending.pop()
-        if each in seen or not tensors_of(each):  # a node without tensors is a size
-            continue
-        seen.add(each)
-        if each.op == "placeholder":
-            return True
-        pending += each.all_input_nodes
-    return False
+    read = reached([node], lambda each: filter(tensors_of, each.all_input_nodes))  # a node without tensors is a size
+    return any(each.op == "placeholder" for each in read)
 
 
 # The module or class that has a function as an attribute, the attribute's name, and the function to put there.

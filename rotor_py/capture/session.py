@@ -18,7 +18,7 @@ from torch import nn
 
 from rotor_profiling import RandomState
 from rotor_profiling.attributes import Attributes
-from rotor_profiling.isolate import Buffers, accelerators_of
+from rotor_profiling.isolate import Buffers, Undoing, accelerators_of
 from rotor_profiling.torch_compat import TorchDynamoException, tree_leaves
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
@@ -51,20 +51,14 @@ class _Beginning:
 
     def __init__(self, model: nn.Module, streams: Iterable[Stream], *, whole: bool) -> None:
         self.whole = whole
-        self._streams = [(stream, stream.state()) for stream in streams]
-        self._attributes = Attributes(model) if whole else None
-        self._buffers = Buffers(model) if whole else None
-        devices = accelerators_of((), model) if whole else ()
-        self._random = RandomState.now(devices) if whole else None
+        self._undo: Undoing = [partial(stream.set, stream.state()) for stream in streams]
+        if whole:
+            random = RandomState.now(accelerators_of((), model))
+            self._undo += [Buffers(model).put_back, Attributes(model).put_back, random.restore]
 
     def put_back(self) -> None:
-        for stream, state in self._streams:
-            stream.set(state)
-        for each in (self._buffers, self._attributes):
-            if each is not None:
-                each.put_back()
-        if self._random is not None:
-            self._random.restore()
+        for undo in self._undo:
+            undo()
 
 
 class CaptureSession:

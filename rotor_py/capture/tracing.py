@@ -31,26 +31,13 @@ import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 
 from rotor_profiling import torch_compat
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.torch_compat import ConstantVariable, GuardBuilder, graph_break_reasons
 from rotor_profiling.torch_compat import dynamo_builder as builder
 from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
 Settings = list[tuple[Any, Mapping[str, Any]]]  # pairs: a module or class of torch, and its attributes' new values
-
-
-@contextmanager
-def _set_meanwhile(settings: Settings) -> Iterator[None]:
-    # Do not use torch's `config.patch`, which is slower and leaks context variables.
-    before = [(owner, name, getattr(owner, name)) for owner, values in settings for name in values]
-    try:
-        for owner, values in settings:
-            for name, value in values.items():
-                setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 # Largest number of graphs that are captured of a model; then it runs uncaptured. A guess: data has dozens of shapes.
@@ -116,7 +103,8 @@ class Tracing:
         self._find_changed_numbers()
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS, **({"specialize_float": False} if self._open else {})}
         settings: Settings = [(torch_compat.dynamo_config, dynamo), (shape_config, _SHAPES), *self._numbers_open()]
-        with _set_meanwhile(settings), _shapes_unlogged():
+        # Do not use torch's `config.patch`, which is slower and leaks context variables.
+        with set_meanwhile(*settings), _shapes_unlogged():
             callbacks.register_start_callback(start)
             try:
                 yield

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -243,11 +244,9 @@ def compiled_whole(
         if progress is not None:
             progress(0, 1, "the whole graph, compiled")
         stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner)
-        try:
+        with suppress(InfeasibleError, torch.OutOfMemoryError):
             if stage.prepare(plain.shared):
                 return plain.measured_as(replace(plain.cut, stages=((name, stage),), members=(names,)))
-        except (InfeasibleError, torch.OutOfMemoryError):
-            pass
         return None
 
     began, available = compiler.seconds, room.available

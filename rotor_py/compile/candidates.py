@@ -16,7 +16,7 @@ from rotor_py.compile.joint_graph import JointGraph, is_number, saved_by_torch
 from rotor_py.compile.operator_costs import Cost
 from rotor_py.compile.partition import BackwardWriter, GraphCosts, Partition, Weight, partition_keeping, weigh
 from rotor_solver import Chain, Option, Sequence, Stage, frontier
-from rotor_solver.max_flow import Network
+from rotor_solver.max_flow import Network, reached
 from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
 # Largest number of stages, roughly, into which a forward is cut. A guess: more make solving slower for little gain.
@@ -202,17 +202,13 @@ class Stages:
 
     def needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
         """Return all nodes that a stage's recomputation and backward read if the stage keeps the values `kept`."""
-        inside, found = set(self.members[number]), set[fx.Node]()
-        pending = [value for value in self.inside[number] if value in self.read_backward]
-        while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            found.add(node)
-            if node in inside and node not in kept and node not in self.shared:
-                pending.extend(self.joint.root.get(each, each) for each in node.all_input_nodes)
-                pending.extend(node.all_input_nodes)
-        return found
+        again = set(self.members[number]) - kept - self.shared
+
+        def read(node: fx.Node) -> Iterable[fx.Node]:
+            inputs = node.all_input_nodes if node in again else []
+            return (*inputs, *(self.joint.root.get(each, each) for each in inputs))
+
+        return set(reached(self.read_backward.intersection(self.inside[number]), read))
 
     def bytes_of(self, values: Iterable[fx.Node]) -> int:
         return sum(map(self.joint.bytes_of, values))

@@ -153,14 +153,14 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._compiler = compiler
         # Maps the shapes of an input to a dict from storage modes to codes. Mode None has the code by `partitioner`.
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
-        self._needs_gradient = offers_of(plain).needs_gradient
+        offers = offers_of(plain)
+        self._needs_gradient = offers.needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient
-        offers = offers_of(plain)
         self.carried, self.wiring, self.shared, self.last = offers.carried, offers.wiring, offers.shared, offers.last
         # A list hides the pieces from nn.Module, since their parameters already belong to `plain`.
         self._pieces: list[CompiledStage] = []
-        self._in_pieces = offers_of(plain).in_pieces(self._piece)
+        self._in_pieces = offers.in_pieces(self._piece)
 
     def prepare(self, value: Any) -> bool:
         """Compile for inputs like `value`; return whether this worked. Raises the errors of `StageCompiler.code`."""

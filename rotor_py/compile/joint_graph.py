@@ -21,6 +21,7 @@ from rotor_profiling.isolate import main_device
 from rotor_profiling.storage import allocated, tensors_in
 from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
+from rotor_solver.max_flow import reached
 
 # Most nodes of a joint graph can be recomputed at any time, since no node overwrites their inputs. Three sorts of nodes
 # cannot: random operators would draw other values, collectives and other operators with effects would have these twice,
@@ -185,14 +186,7 @@ class JointGraph:
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
+    return set(reached(nodes, lambda node: node.all_input_nodes))
 
 
 def saved_by_torch(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:

@@ -22,6 +22,7 @@ from rotor_profiling.torch_compat import (
 )
 from rotor_py.compile.joint_graph import JointGraph, ancestors, is_number
 from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, reduces
+from rotor_solver.max_flow import reached
 
 
 @dataclass(eq=False, slots=True)
@@ -71,12 +72,7 @@ class BackwardWriter:
         self._run(node)
 
     def make(self, node: fx.Node) -> None:
-        pending, needed = [node], set()
-        while pending:
-            each = pending.pop()
-            if each not in needed and each not in self.available and not self._from_outside(each):
-                needed.add(each)
-                pending.extend(each.all_input_nodes)
+        needed = reached(filter(self._missing, [node]), lambda each: filter(self._missing, each.all_input_nodes))
         for each in sorted(needed, key=self.joint.order.__getitem__):
             if each not in self.available:
                 self._run(each)
@@ -103,10 +99,10 @@ class BackwardWriter:
         forward = joint.in_run_order(node for node in (*joint.forward, *joint.early) if node in needed_forward)
         return Partition(tuple(forward), frozenset(saved), tuple(reversed(backward)))
 
-    def _from_outside(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node in self.kept:
-            return True
-        return node in self.forward and (node not in self.joint.replayable or is_number(node))
+    def _missing(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node in self.kept or node in self.available:
+            return False
+        return node not in self.forward or (node in self.joint.replayable and not is_number(node))
 
     def _run(self, node: fx.Node) -> None:
         run = Run(node, {each: self.available.get(each, each) for each in node.all_input_nodes})

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from rotor_py.compile.candidates import by_torch, candidates, torch_partitions
 from rotor_py.compile.joint_graph import JointGraph, guard_sizes
 from rotor_py.compile.partition import GraphCosts, Partition, Weight, extract
 from rotor_py.errors import InfeasibleError, record_fields
+from rotor_py.measure.cache import code_digest
 from rotor_py.measure.device import limit_bytes
 from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Chain
@@ -33,6 +32,7 @@ _log = logging.getLogger("rotor_py")
 # If even the least estimated peak exceeds the limit, but by at most this factor, its partition is tried: what Inductor
 # fuses is known only after compiling. A guess: where measured, the estimate was up to a tenth too high.
 _UNCERTAIN = 1.2
+_FOLDER = Path(__file__).parent  # whose code is part of keys of torch's cache: other code may partition differently
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -146,21 +146,12 @@ class BudgetPartitioner(_Partitioner):
             cuda = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *cuda)]
         how = f"{self.fused} {self.estimated} {self.loss} {self.reserve}"
-        return f"rotor_py.memory_budget {limit} {how} {code_digest()}"
+        return f"rotor_py.memory_budget {limit} {how} {code_digest(_FOLDER)}"
 
 
 def whole_partitioner(limit: int, step: Chain) -> BudgetPartitioner:
     """Return a partitioner for a model compiled as one graph. The loss takes as many bytes as in the chain `step`."""
     return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp)
-
-
-@cache
-def code_digest() -> str:
-    """Return a digest of this folder's code, for keys of torch's cache: other code may partition differently."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -176,7 +167,7 @@ class SharePartitioner(_Partitioner):
         return torch_partitions(joint, [self.share])[0]
 
     def uuid(self) -> str:
-        return f"rotor_py.compile.stage_code {self.share} {code_digest()}"
+        return f"rotor_py.compile.stage_code {self.share} {code_digest(_FOLDER)}"
 
 
 # In a graph with convolutions, Inductor converts images and weights to channels-last. Of each weight saved for the

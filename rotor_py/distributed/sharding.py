@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from rotor_profiling.isolate import parameter_slots, substituted, undoing
 from rotor_profiling.storage import local
 from rotor_profiling.torch_compat import has_fsdp_module, is_dtensor, is_fsdp_module
 from rotor_profiling.value_tree import tree_map_only
@@ -202,19 +204,13 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
     """Inside the context, the model's parameters are the shards, as between steps, even if FSDP has gathered some."""
-    slots = [
-        (module._parameters, name, module._parameters[name], each.sharded)
-        for group in groups_of(model)
-        for each in group.parameters
-        for module, name in each.places
-    ]
-    try:
-        for table, name, _, sharded in slots:
-            table[name] = sharded
+    with undoing() as undo:
+        for group in groups_of(model):
+            for each in group.parameters:
+                for module, name in each.places:
+                    undo.append(partial(module._parameters.__setitem__, name, module._parameters[name]))
+                    module._parameters[name] = each.sharded
         yield
-    finally:
-        for table, name, present, _ in slots:
-            table[name] = present
 
 
 def _ids(handle: Any) -> frozenset[int]:
@@ -258,26 +254,15 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
     if not sharding or not isinstance(function, nn.Module):
         yield
         return
-    modules = list(function.modules())
-    tables = [getattr(module, name) for module in modules for name in _TABLES if is_fsdp_module(module)]
-    hooks = [(table, dict(table)) for table in tables]
-    whole: dict[int, nn.Parameter] = {}  # gathered parameters by id of the sharded one: a tied one is gathered once
-    slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
-    for _, _, parameter in slots:
-        if id(parameter) in sharding and id(parameter) not in whole:
-            assert parameter is not None
-            whole[id(parameter)] = nn.Parameter(sharding[id(parameter)].gather(), parameter.requires_grad)
-    try:
-        for table, _ in hooks:
+    tables = [getattr(module, name) for module in function.modules() for name in _TABLES if is_fsdp_module(module)]
+    slots = parameter_slots(function, sharding)
+    trained = {id(sharded): sharded.requires_grad for _, _, sharded in slots}  # a tied parameter is gathered once
+    whole: dict[int, torch.Tensor] = {key: nn.Parameter(sharding[key].gather(), each) for key, each in trained.items()}
+    with undoing() as undo, substituted(slots, whole):
+        for table in tables:
+            undo.append(partial(table.update, dict(table)))
             table.clear()
-        for table, name, parameter in slots:
-            table[name] = whole.get(id(parameter), parameter)
         yield
-    finally:
-        for table, name, parameter in slots:
-            table[name] = parameter
-        for table, kept in hooks:
-            table.update(kept)
 
 
 @contextmanager

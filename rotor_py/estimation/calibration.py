@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from rotor_profiling.backends import stopwatch
+from rotor_profiling.isolate import undoing
 from rotor_profiling.timing import seconds_of
 from rotor_py.data_sheet import CONTEXT_BYTES, Device, Efficiencies, Rates
 
@@ -170,12 +171,10 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _tf32(*, allowed: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    try:
+    with undoing() as undo:
+        undo.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
         yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 _HEAD = """\

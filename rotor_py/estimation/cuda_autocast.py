@@ -15,14 +15,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from rotor_profiling import torch_compat
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.torch_compat import tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
+from rotor_solver.watching import holding
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -90,15 +92,13 @@ def cuda_autocast() -> Iterator[None]:
         yield
         return
     library = torch.library.Library("aten", "IMPL")
-    token = _inside.set(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns of overridden kernels
             _replace_kernels(library)
-        with _for_cpu():
+        with holding(_inside, True), _for_cpu():
             yield
     finally:
-        _inside.reset(token)
         library._destroy()
 
 
@@ -113,7 +113,7 @@ def _replace_kernels(library: torch.library.Library) -> None:
         (WIDEST, _in_the_widest),
         (REFUSED, _refused),
     ):
-        kernels |= {name: kernel(found) for name in names if (found := _operator(name)) is not None}
+        kernels |= {name: partial(kernel, found) for name in names if (found := _operator(name)) is not None}
     for name, kernel in kernels.items():
         library.impl(name, kernel, _KEY)
     for name in present - kernels.keys() - {*LOWER_PRECISION}:
@@ -126,55 +126,42 @@ def _operator(name: str) -> torch_compat.OpOverload | None:
     return found
 
 
-def _in_low_precision(operator: _Call) -> _Call:
-    return lambda *args, **kwargs: _below(operator, *cast_down(args), **cast_down(kwargs))
+def _in_low_precision(operator: _Call, *args: Any, **kwargs: Any) -> Any:
+    return _below(operator, *cast_down(args), **cast_down(kwargs))
 
 
-def _in_32_bits(operator: _Call) -> _Call:
-    return lambda *args, **kwargs: _below(operator, *_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+def _in_32_bits(operator: _Call, *args: Any, **kwargs: Any) -> Any:
+    return _below(operator, *_cast(args, torch.float32), **_cast(kwargs, torch.float32))
 
 
-def _to_32_bits(operator: _Call) -> _Call:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args)
-        if _is_cast(args[0]) and not given:
-            kwargs["dtype"] = torch.float32
+def _to_32_bits(operator: _Call, *args: Any, **kwargs: Any) -> Any:
+    given = kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args)
+    if _is_cast(args[0]) and not given:
+        kwargs["dtype"] = torch.float32
+    return _below(operator, *args, **kwargs)
+
+
+def _norm_to_32_bits(operator: torch_compat.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    if not _is_cast(args[0]):
         return _below(operator, *args, **kwargs)
-
-    return kernel
-
-
-def _norm_to_32_bits(operator: torch_compat.OpOverload) -> _Call:
     wider = _operator(FLOAT32_NORM[operator._schema.name.removeprefix("aten::") + "." + operator._overloadname])
     assert wider is not None
     defaults = [each.default_value for each in operator._schema.arguments]
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not _is_cast(args[0]):
-            return _below(operator, *args, **kwargs)
-        return _below(wider, *args, *defaults[len(args) :], **kwargs, dtype=torch.float32)
-
-    return kernel
+    return _below(wider, *args, *defaults[len(args) :], **kwargs, dtype=torch.float32)
 
 
-def _in_the_widest(operator: _Call) -> _Call:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        found = [each.dtype for each in tree_leaves((args, kwargs)) if _is_cast(each)]
-        if not found:
-            return _below(operator, *args, **kwargs)
-        # float16 and bfloat16 together promote to float32.
-        widest = found[0] if len({*found}) == 1 else torch.float32
-        return _below(operator, *_cast(args, widest), **_cast(kwargs, widest))
-
-    return kernel
+def _in_the_widest(operator: _Call, *args: Any, **kwargs: Any) -> Any:
+    found = [each.dtype for each in tree_leaves((args, kwargs)) if _is_cast(each)]
+    if not found:
+        return _below(operator, *args, **kwargs)
+    # float16 and bfloat16 together promote to float32.
+    widest = found[0] if len({*found}) == 1 else torch.float32
+    return _below(operator, *_cast(args, widest), **_cast(kwargs, widest))
 
 
-def _refused(operator: _Call) -> _Call:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        message = f"{operator} is unsafe under autocast: use binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss"
-        raise InvalidStateError(message, kind="unsafe_autocast", name=str(operator))
-
-    return kernel
+def _refused(operator: _Call, *_args: Any, **_kwargs: Any) -> Any:
+    message = f"{operator} is unsafe under autocast: use binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss"
+    raise InvalidStateError(message, kind="unsafe_autocast", name=str(operator))
 
 
 def _below(operator: _Call, *args: Any, **kwargs: Any) -> Any:
@@ -203,8 +190,5 @@ def _for_cpu() -> Iterator[None]:
             device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
         begin(self, device_type, dtype, *args, **kwargs)
 
-    autocast.__init__ = begin_for_cpu
-    try:
+    with set_meanwhile((autocast, {"__init__": begin_for_cpu})):
         yield
-    finally:
-        autocast.__init__ = begin

@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rotor_profiling import torch_compat
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.torch_compat import function_mode_stack
 from rotor_py.estimation.cuda_autocast import cast_down
 
@@ -211,9 +212,5 @@ def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
         with nullcontext() if any(each is mode for each in function_mode_stack()) else mode:
             return run(*args, **kwargs)
 
-    autograd._engine_run_backward = run_in_mode
-    try:
-        with mode:
-            yield
-    finally:
-        autograd._engine_run_backward = run
+    with set_meanwhile((autograd, {"_engine_run_backward": run_in_mode})), mode:
+        yield

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.storage import has_values
 from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_only, unset_fake_temporarily
 
@@ -52,11 +53,8 @@ class DeviceFakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OF_STORAGES:
-            remembers, self.cache_enabled = self.cache_enabled, False
-            try:
+            with set_meanwhile((self, {"cache_enabled": False})):
                 return super().__torch_dispatch__(func, types, args, kwargs)
-            finally:
-                self.cache_enabled = remembers
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _MADE_AS_LARGE and result.numel() < args[0].numel():
             with self:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import rotor_solver
 from rotor_profiling import tensors_in
 from rotor_profiling.backends import operators
 from rotor_profiling.followed_storages import FollowedStorages
+from rotor_profiling.isolate import set_meanwhile, undoing
 from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.stage.gradients import scalar_after
 from rotor_profiling.storage import local
@@ -31,6 +33,7 @@ from rotor_py.estimation.caching_allocator import (
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.roofline import scratch_bytes
 from rotor_py.measure.device import limit_bytes
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.plan.step_spec import arguments_of
 from rotor_solver import InfeasibleError
 
@@ -89,18 +92,12 @@ class SimulatedStep:
     @contextmanager
     def state_restored(self) -> Iterator[None]:
         """Restore gradients and optimizer state after the context. Inside it, steps over the limit change no plan."""
-        gradients = {each: each.grad for each in self.network.parameters()}
-        state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
-        watch, self.network.watch = self.network.watch, False
-        try:
+        with undoing() as undo, set_meanwhile((self.network, {"watch": False})):
+            undo += [partial(setattr, each, "grad", each.grad) for each in self.network.parameters()]
+            if self.optimizer is not None:
+                state = {key: dict(each) for key, each in self.optimizer.state.items()}
+                undo += [partial(self.optimizer.state.update, state), self.optimizer.state.clear]
             yield
-        finally:
-            self.network.watch = watch
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-            if self.optimizer is not None and state is not None:
-                self.optimizer.state.clear()
-                self.optimizer.state.update(state)
 
 
 def _loss_in(output: Any) -> torch.Tensor:
@@ -181,9 +178,8 @@ def find_reservation(
     """
     network = step.network
     for attempt in range(_ROUNDS + 1):
-        budget, sequence, limit = network.budget, network.sequence, network.mem_limit
-        assert budget is not None
-        assert sequence is not None
+        plan, limit = plan_of(network), network.mem_limit
+        budget, sequence = plan.budget, plan.followed
         # At least the plan's peak, which covers every order of several backwards: `requests` has one order only.
         found = reservation_of(requests(), device).at_least(budget.peak_bytes(sequence))
         # Subtract from the plan's peak, not from the limit: a limit above the peak would give the same plan again.
@@ -227,17 +223,11 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
     gather = group.foreach_all_gather
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        before, step.stream = step.stream, _GATHERING
-        try:
+        with set_meanwhile((step, {"stream": _GATHERING})):
             return gather(*args, **kwargs)
-        finally:
-            step.stream = before
 
-    group.foreach_all_gather = gathered
-    try:
+    with set_meanwhile((group, {"foreach_all_gather": gathered})):
         yield
-    finally:
-        group.foreach_all_gather = gather
 
 
 # For each round of `find_room`: the share by which its plan allows more communication bytes than the last plan's step
@@ -266,8 +256,7 @@ class Communication:
         returns without an error: `compute_sequence` will raise it when it is called next.
         """
         network = step.network
-        budget = network.budget
-        assert budget is not None
+        budget = plan_of(network).budget
         step.prepare()
         taken = 0
         for slack in _SLACK:
@@ -285,30 +274,25 @@ class Communication:
     def promise(self, step: SimulatedStep) -> None:
         """If the step takes more communication bytes than planned, budget them, and raise the limit to the new peak."""
         network = step.network
-        plan, budget = network.sequence, network.budget
-        assert plan is not None
-        assert budget is not None
+        budget, sequence = plan_of(network).budget, plan_of(network).followed
         taken = self._taken(step)
         if taken > budget.fixed.communication:
             divided = budget.with_communication(taken)
             network.divide(divided)
-            network.sequence = plan
-            network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
+            network.sequence = sequence
+            network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(sequence))
 
     def _taken(self, step: SimulatedStep) -> int:
         """Return the communication bytes for which the plan's predicted peak is the peak of a step on fake tensors."""
-        followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
-        assert plan is not None
-        assert budget is not None
-        return budget.fixed.total + followed.risen() - budget.peak_bytes(plan)
+        followed, plan = self._followed(step), plan_of(step.network)
+        return plan.budget.fixed.total + followed.risen() - plan.budget.peak_bytes(plan.followed)
 
     def _followed(self, step: SimulatedStep) -> FollowedStep:
-        network, plan = step.network, step.network.sequence
-        assert plan is not None
-        if self._last is None or self._last[0] is not network or self._last[1] != plan:
+        network, sequence = step.network, plan_of(step.network).followed
+        if self._last is None or self._last[0] is not network or self._last[1] != sequence:
             followed = FollowedStep(step.present(), self._device)
             _trace(step, followed)
-            self._last = network, plan, followed
+            self._last = network, sequence, followed
         return self._last[2]
 
 

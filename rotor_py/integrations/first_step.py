@@ -24,6 +24,7 @@ from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in, t
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.in_place import InPlaceForward, is_planned
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.plan.step_spec import ForwardArguments
 from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autocast
 
@@ -259,8 +260,7 @@ class FollowedModel:
         network = self.network
         if self._most_in_flight <= network.forwards_in_flight:
             return
-        assert network.inspection_values is not None
-        loss = network.inspection_values.loss  # its scratch memory, found in the step; a new measurement would lose it
+        loss = plan_of(network).measurement.loss  # its memory, found in the step; a new measurement would lose it
         network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
         network.forwards_in_flight = self._most_in_flight
         with restored_autocast(self.autocast, cache=True):

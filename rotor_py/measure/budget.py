@@ -27,6 +27,7 @@ from rotor_solver import (
     Chain,
     InfeasibleError,
     Loss,
+    Option,
     Persistent,
     RecomputeAll,
     Sequence,
@@ -306,12 +307,12 @@ class Budget:
 
 def in_nodes(chain: Chain) -> Chain:
     """Return the chain for stages that run as custom autograd nodes, each with a graph separate from the caller's."""
-    stages = []
-    for stage in chain.stages:
+
+    def in_node(option: Option) -> Option:
         # In a node, a stored stage has a graph of its own, as if recomputed, but an output, too: take the larger bytes.
-        temp = [max(each.backward_temp, each.backward_temp_of_replay) for each in stage.options]
-        options = tuple(replace(each, backward_temp=most) for each, most in zip(stage.options, temp, strict=True))
-        stages.append(replace(stage, options=options))
+        return replace(option, backward_temp=max(option.backward_temp, option.backward_temp_of_replay))
+
+    stages = (replace(stage, options=tuple(map(in_node, stage.options))) for stage in chain)
     return replace(chain, stages=tuple(stages))
 
 
@@ -372,5 +373,4 @@ def peak_of(chain: Chain, sequence: Sequence) -> int:
 
 def recomputes(sequence: Sequence) -> bool:
     """Whether `sequence` recomputes any stage: runs its forward after the loss."""
-    operations = list(sequence)
-    return any(not isinstance(operation, Backward) for operation in operations[operations.index(Loss()) + 1 :])
+    return any(not isinstance(operation, Backward) for operation in sequence[sequence.index(Loss()) + 1 :])

@@ -54,7 +54,7 @@ class StageFindings:
 Runs = Sequence[StageRun]
 # Time of this module's import. A file that is written later may differ from the code that this process has imported.
 _STARTED = time.time()
-# Packages of this project. `_code` reads the files of the two that measure.
+# Packages of this project. `environment` reads the files of the two that measure.
 _OURS = frozenset({"rotor_py", "rotor_profiling", "rotor_solver", "rotor_cli"})
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -123,7 +123,7 @@ def environment(device: torch.device) -> tuple[Hashable, ...]:
     return (
         torch.__version__,
         platform.python_version(),
-        _code(),
+        code_digest(Path(__file__).parents[1], Path(timing.__file__).parent),
         torch.cuda.get_device_name(device) if cuda else _processor(),
         tuple(repr(each.get()) for each in torch_compat.kernel_settings()),
         torch.backends.mkldnn.is_available(),
@@ -136,12 +136,10 @@ def environment(device: torch.device) -> tuple[Hashable, ...]:
 
 
 @cache
-def _code() -> str:
-    found = hashlib.sha256()
-    for package in (Path(__file__).parents[1], Path(timing.__file__).parent):
-        for file in sorted(package.rglob("*.py")):
-            found.update(file.read_bytes())
-    return found.hexdigest()
+def code_digest(*folders: Path) -> str:
+    """Return a digest of the code in `folders`."""
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @cache

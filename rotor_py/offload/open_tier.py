@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -36,11 +37,8 @@ def link_of(name: str, device: torch.device) -> Link:
 @cache
 def measured_bandwidth(name: str, device: torch.device) -> float:
     """Return the bytes per second of tier `name`, measured once, so that all plans of this process assume the same."""
-    tier = opened(name)
-    try:
+    with closing(opened(name)) as tier:
         return measure_bandwidth(tier, device)
-    finally:
-        tier.close()
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> float:

@@ -183,6 +183,11 @@ class PlannedModel(Transparent):
         return self._planner.solved().summary(self._planner.model)
 
 
+def plan_of(network: PlannedModel) -> StepPlan:
+    """Return the plan that steps of `network` follow. Raises ValueError before anything has been measured."""
+    return network._planner.in_use
+
+
 def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
     """Return a solved plan in the format of plan files, for `PlannedModel.plan`. The model must be in training mode."""
     sequence, settings, device = plan.followed, model.settings, model.device_of(plan.input_spec)

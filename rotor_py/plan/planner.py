@@ -63,7 +63,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rotor_profiling import UnknownOptimizerError, tensors_in, torch_compat
-from rotor_profiling.isolate import undoing
+from rotor_profiling.isolate import set_meanwhile, undoing
 from rotor_profiling.value_tree import with_own_containers
 from rotor_py.compile.stage_code import Compile, config_of
 from rotor_py.errors import (
@@ -286,21 +286,15 @@ class Planner:
 
     def _make_lazy_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         core = self.model.core
-        modes = [(module, module.training) for module in core.modules()]
         if any(isinstance(module, _DROPOUT) and module.p for module in core.modules()):
             _log.warning(
                 f"run {self.model.name} once on a batch before you wrap it: it has lazy layers, whose parameters are "
                 "made before the first forward, and dropout, so both draw other random numbers than in plain training",
                 extra=record_fields("lazy_layers", name=self.model.name),
             )
-        try:
-            for module, _ in modes:  # eval mode: no dropout, and no change of running statistics
-                module.training = False
-            with torch.no_grad():
-                core(*with_own_containers(args), **with_own_containers(kwargs))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        evaluation = [(module, {"training": False}) for module in core.modules()]  # no dropout, no running statistics
+        with set_meanwhile(*evaluation), torch.no_grad():
+            core(*with_own_containers(args), **with_own_containers(kwargs))
 
     @contextmanager
     def _own_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

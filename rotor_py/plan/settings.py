@@ -16,6 +16,7 @@ from rotor_py.errors import InvalidTypeError, InvalidValueError, what_it_is
 from rotor_py.offload.open_tier import checked_name
 from rotor_py.stage.compression import FEWER_BITS, FormKeeper, Packed
 from rotor_py.stage.protocol import ELSEWHERE, Keeper
+from rotor_solver.described_error import check_count
 from rotor_solver.in_flight import ORDERS
 from rotor_solver.watching import Progress
 
@@ -50,10 +51,7 @@ class Settings:
     keepers: tuple[Keeper, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        forwards = self.forwards_in_flight
-        if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
-            text = f"forwards_in_flight must be an integer of at least 1, got {forwards!r}"
-            raise InvalidValueError(text, kind="not_a_count", name="forwards_in_flight")
+        check_count(self.forwards_in_flight, "forwards_in_flight")
         values = {"backward_order": (None, *ORDERS), "on_oom": ("raise", "replan"), "keep": (None, *FEWER_BITS)}
         for name, known in values.items():
             if (value := getattr(self, name)) not in known:

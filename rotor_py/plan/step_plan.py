@@ -185,11 +185,9 @@ class StepPlan:
 
     def stored_by(self, sequence: Sequence) -> set[str]:
         """Return the names of the stages that run graph-attached when they first run in `sequence`."""
-        first: dict[int, bool] = {}
-        for each in sequence.operations:
-            if not isinstance(each, Loss):
-                first.setdefault(each.stage, isinstance(each, ForwardEnable))
-        return {self.measurement.names[stage] for stage, stored in first.items() if stored}
+        # From last to first, so that a stage's first operation decides.
+        first = {each.stage: each for each in reversed(sequence) if not isinstance(each, Loss)}
+        return {self.measurement.names[stage] for stage, each in first.items() if isinstance(each, ForwardEnable)}
 
     def store_changed(self, settings: Settings) -> None:
         """Have the next solve store the stages in `changed`, unless a file, a strategy by hand or the user decides."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -17,7 +18,7 @@ from rotor_py.report.sweep import BatchChoice, Sweep, format_share
 from rotor_py.stage.compression import Packed, rounded_stages, word_of
 from rotor_py.stage.protocol import parted
 from rotor_py.units import format_bytes, format_seconds
-from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
+from rotor_solver import Backward, Chain, ForwardCheck, ForwardEnable, Loss, Sequence, Stage, store_all
 
 # What the forward stores of a stage for its backward, in words. The keys are kinds of stages in reports and styles.
 WORDS = {
@@ -266,11 +267,9 @@ class ReportFacts:
 
     def kinds(self) -> list[str]:
         """Return for each stage what the forward stores of it: a key of `WORDS`, or "" for nothing."""
-        found = [""] * len(self.chain)
-        for operation in self.shown:
+        found, shown = [""] * len(self.chain), self.shown
+        for operation in shown[: shown.index(Loss())]:
             match operation:
-                case Loss():
-                    break
                 case ForwardEnable(stage, option):
                     found[stage] = kept_kind(self.chain.stages[stage], option)
                 case ForwardCheck(stage):
@@ -279,28 +278,20 @@ class ReportFacts:
 
     def actions(self) -> list[str]:
         """Say for each stage what the plan does with it, such as "stored" or "checkpointed, recomputed 1×"."""
-        runs = [0] * len(self.chain)
+        shown, stages = self.shown, range(len(self.chain))
+        runs = Counter(each.stage for each in shown if not isinstance(each, Backward | Loss))
         kept: dict[int, str] = {}
-        before_loss = True
-        for operation in self.shown:
+        for operation in shown[: shown.index(Loss())]:  # after the loss, a ForwardEnable is a recomputation
             match operation:
-                case Loss():
-                    before_loss = False
                 case ForwardEnable(stage, option):
-                    runs[stage] += 1
-                    if before_loss:  # after the loss, a ForwardEnable is a recomputation
-                        way = self.chain.stages[stage].options[option]
-                        size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
-                        kept[stage] = f"stored {way.name}: {size}" if option else "stored"
+                    way = self.chain.stages[stage].options[option]
+                    size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
+                    kept[stage] = f"stored {way.name}: {size}" if option else "stored"
                 case ForwardCheck(stage):
-                    runs[stage] += 1
                     # A stage that is checkpointed, then recomputed and stored before the loss, counts as stored.
-                    if before_loss:
-                        kept.setdefault(stage, "checkpointed")
-                case ForwardNograd(stage):
-                    runs[stage] += 1
-        again = [f"recomputed {count - 1}×" if count > 1 else "" for count in runs]
-        return [", ".join(part for part in (kept.get(at, ""), each) if part) for at, each in enumerate(again)]
+                    kept.setdefault(stage, "checkpointed")
+        again = [f"recomputed {runs[stage] - 1}×" if runs[stage] > 1 else "" for stage in stages]
+        return [", ".join(filter(None, (kept.get(stage), again[stage]))) for stage in stages]
 
     def verdict(self) -> tuple[str, str]:
         """Return a sentence in two parts, the first for highlighting: whether the plan fits, then its peak and cost."""

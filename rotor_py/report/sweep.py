@@ -63,14 +63,8 @@ def label(operation: Operation, names: abc.Sequence[str]) -> str:
 
 def kind(moment: Moment) -> str:
     """Name the kind of operation: "loss", "backward", "again" (recomputed), "keep" (with graph) or "pass" (without)."""
-    match moment.operation:
-        case Loss():
-            return "loss"
-        case Backward():
-            return "backward"
-        case ForwardEnable():
-            return "again" if moment.again else "keep"
-    return "again" if moment.again else "pass"
+    kinds = {Loss: "loss", Backward: "backward", ForwardEnable: "keep"}
+    return "again" if moment.again else kinds.get(type(moment.operation), "pass")
 
 
 def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 
 from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents_of, fill
+from rotor_profiling.isolate import undoing
 from rotor_profiling.stage.stage_signature import HasKind
 
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -27,14 +28,11 @@ _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
 
 
-class Location:
+class Location(NamedTuple):
     """Functions that read and write a global, closure variable or attribute, without keeping its object alive."""
 
-    __slots__ = ("get", "set")
-
-    def __init__(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
-        self.get = get
-        self.set = set
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
 
     @classmethod
     def in_namespace(cls, namespace: dict[str, Any], name: str) -> Location:
@@ -244,8 +242,6 @@ def _changed(location: Location, value: Any, contents: Contents) -> bool:
 @contextmanager
 def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
     """When the context exits, restore the globals and the like (`Location`) of `function` to their former values."""
-    before = NamedState(locations_of(function))
-    try:
+    with undoing() as undo:
+        undo.append(NamedState(locations_of(function)).put_back)
         yield
-    finally:
-        before.put_back()

@@ -6,8 +6,9 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 
 from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.isolate import undoing
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.named_state import is_library, named_objects
+from rotor_solver.watching import holding
 
 # Random streams besides PyTorch's RNG: Python's, NumPy's, and generators to which a model refers. Reading the states of
 # the first two takes long, so a forward reads them only if its code refers to a library that may draw from them.
@@ -95,12 +98,10 @@ def draws(function: Callable[..., Any]) -> bool:
 @contextmanager
 def streams_kept(function: Callable[..., Any], value: Any = None) -> Iterator[None]:
     """Context that keeps the streams that `function` names, and generators that are leaves of its arguments `value`."""
-    before = [(stream, stream.state()) for stream in (*streams_of(function), *streams_among(tree_leaves(value)))]
-    try:
+    with undoing() as undo:
+        streams = (*streams_of(function), *streams_among(tree_leaves(value)))
+        undo += [partial(stream.set, stream.state()) for stream in streams]
         yield
-    finally:
-        for stream, state in before:
-            stream.set(state)
 
 
 def _of_numpy(source: Any) -> Stream:
@@ -189,14 +190,9 @@ def decisions_repeated(decisions: Decisions) -> Any:
     return _Repeating(decisions) if decisions else nullcontext()
 
 
-@contextmanager
-def not_deciding() -> Iterator[None]:
+def not_deciding() -> AbstractContextManager[None]:
     """Inside this context, do not treat results of operators as decisions of the stage that runs."""
-    outside = _not_the_stage.set(True)
-    try:
-        yield
-    finally:
-        _not_the_stage.reset(outside)
+    return holding(_not_the_stage, True)
 
 
 def decided_bytes(function: Callable[..., Any]) -> int:

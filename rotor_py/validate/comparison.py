@@ -17,6 +17,7 @@ from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.measurement import Measurement
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.report import sweep_of
 from rotor_py.report.sweep import Sweep
@@ -173,11 +174,9 @@ def leanest_of_each(
     facts: ReportFacts, model: nn.Module, slots: int, progress: Progress | None = None
 ) -> dict[str, Sequence]:
     """Return a dict: the name of each strategy, and its sequence that needs the least memory."""
-    found = {}
-    for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
-        sequence = leanest(facts.budget, algorithm)
-        found[named(name, sequence)] = sequence
-    return found
+    known = _told(strategies(model, facts.measurement.names, slots), progress)
+    found = [(name, leanest(facts.budget, algorithm)) for name, algorithm in known]
+    return {named(name, sequence): sequence for name, sequence in found}
 
 
 def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
@@ -212,7 +211,7 @@ def named(strategy: str, sequence: Sequence) -> str:
     """Return the name of a strategy to print; in "every n layers", the n of `sequence`."""
     if strategy != EVERY:
         return strategy
-    before_loss = sequence[: list(sequence).index(Loss())]
+    before_loss = sequence[: sequence.index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
     # Before the loss, the last segment runs with a graph; each of `kept` others has a checkpoint and `distance` stages.
@@ -333,13 +332,13 @@ def best_level(
         UnsupportedModelError: the model or the batch cannot be planned.
     """
     planned = Checkpointable(model, batch, loss=loss, optimizer=optimizer, fresh_grads=fresh_grads, **options)
-    assert planned.budget is not None
+    budget = plan_of(planned).budget
     limit = limit_bytes(mem_limit, planned.device)
     step = TrainingStep(
         planned.model, batch, loss or _sum, optimizer, planned.device, fresh_grads, steps_optimizer=False
     )
-    found = {level: ByHand(level=level).sequence(model, planned.budget, None) for level in LEVELS}
-    peaks = {level: planned.budget.peak_bytes(sequence) for level, sequence in found.items()}
+    found = {level: ByHand(level=level).sequence(model, budget, None) for level in LEVELS}
+    peaks = {level: budget.peak_bytes(sequence) for level, sequence in found.items()}
     for level, sequence in found.items():
         # Skip levels predicted not to fit: a step could run out of memory.
         if peaks[level] > limit:
@@ -352,23 +351,22 @@ def best_level(
     lowest = min(peaks, key=peaks.__getitem__)
     least = peaks[lowest]
     message = (
-        f"leave the level out for the optimal plan, which needs {format_bytes(planned.budget.least_bytes())} at least: "
+        f"leave the level out for the optimal plan, which needs {format_bytes(budget.least_bytes())} at least: "
         f"even level {lowest} needs {exact_bytes(least)} for a step; the limit is {exact_bytes(limit)}"
     )
     raise InfeasibleError(message, min_bytes=least, mem_limit=limit, kind="no_level_fits")
 
 
 def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
-    assert planned.budget is not None
-    planned.sequence = sequence
+    budget, planned.sequence = plan_of(planned).budget, sequence
     with state_restored(planned):
         with step.taken(planned) as peak:
             pass
         seconds = step.seconds(planned)
     return StepCost(
-        predicted_peak_bytes=planned.budget.peak_bytes(sequence),
+        predicted_peak_bytes=budget.peak_bytes(sequence),
         measured_peak_bytes=peak,
-        predicted_seconds=simulate(planned.budget.chain, sequence).makespan,
+        predicted_seconds=simulate(budget.chain, sequence).makespan,
         measured_seconds=seconds,
     )
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from rotor_profiling import RandomState, has_loss, leaves_of, measured_peak, measured_phases, tensors_in
 from rotor_profiling.attributes import attributes_kept
+from rotor_profiling.isolate import gradients_of, set_meanwhile, undoing
 from rotor_profiling.value_tree import tree_flatten, tree_map_only, tree_unflatten
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.plan.step_spec import arguments_of
@@ -101,7 +102,7 @@ def _begins(
     last forward before it ends.
     """
     forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
-    before_loss = list(sequence).index(Loss())
+    before_loss = sequence.index(Loss())
     backward, forward = len(names), 0
     ran: set[str] = set()
     for at, (doing, name, begins) in enumerate(events):
@@ -124,19 +125,11 @@ def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | N
 
     Inside, a step over the limit does not change the plan. `TrainingStep` itself restores parameters and buffers.
     """
-    gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
-    watch, network.watch = network.watch, False
+    # The first step would add to present gradients.
+    dropped = set_meanwhile(*((parameter, {"grad": None}) for parameter in network.model.parameters()))
     restored = nullcontext() if optimizer is None else optimizer_restored(optimizer)
-    with in_training(network), torch.enable_grad(), restored:
-        # else, the first step would add to these gradients
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            network.watch = watch
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    with in_training(network), torch.enable_grad(), restored, set_meanwhile((network, {"watch": False})), dropped:
+        yield
 
 
 @contextmanager
@@ -205,10 +198,8 @@ class TrainingStep:
                 yield measured_peak(lambda: self._train(network), self._present(), self.device)
 
     def results(self) -> list[torch.Tensor]:
-        return [*(self.model.parameters() if self.in_backward else self._gradients()), *self.model.buffers()]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        parameters = list(self.model.parameters())
+        return [*(parameters if self.in_backward else gradients_of(parameters)), *self.model.buffers()]
 
     def seconds(self, network: Network) -> float:
         """Return the median seconds of forward, loss and backward; with `in_backward`, also of the optimizer step."""
@@ -265,7 +256,8 @@ class TrainingStep:
 
     def _present(self) -> list[torch.Tensor]:
         state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
-        return [*self.model.parameters(), *self._gradients(), *self.model.buffers(), *state, *tensors_in(self.sample)]
+        parameters = list(self.model.parameters())
+        return [*parameters, *gradients_of(parameters), *self.model.buffers(), *state, *tensors_in(self.sample)]
 
     def _same_state(self) -> AbstractContextManager[None]:
         """With `in_backward`, restore the optimizer's state after the context: the compared parameters depend on it."""
@@ -275,9 +267,6 @@ class TrainingStep:
     def _restored(self) -> Iterator[None]:
         """After the context, restore the random state, and parameters, buffers and attributes of the model."""
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
-        state = RandomState.now((self.device,))
-        try:
-            with values_restored(changing), attributes_kept(self.model):
-                yield
-        finally:
-            state.restore()
+        with undoing() as undo, values_restored(changing), attributes_kept(self.model):
+            undo.append(RandomState.now((self.device,)).restore)
+            yield

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from rotor_profiling import tensors_in
+from rotor_profiling.isolate import set_meanwhile
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
+from rotor_py.plan.planned_model import plan_of
 from rotor_py.stage.compression import rounded_stages
 from rotor_py.validate.steps import Network, TimedOperation, TrainingStep, state_restored
 from rotor_solver import Sequence, store_all
@@ -105,9 +107,8 @@ def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
 
 
 def word_of_plan(network: Checkpointable) -> str | None:
-    assert network.sequence is not None
-    assert network.inspection_values is not None
-    return network.inspection_values.fewer_bits if rounded_stages(network.build_chain(), network.sequence) else None
+    plan = plan_of(network)
+    return plan.measurement.fewer_bits if rounded_stages(plan.budget.chain, plan.followed) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,20 +228,19 @@ def verify(
             noise, plain = difference(measure_outcome(step, second).results, found.results), found
         eager: float | None = None
         if network.compiled:
-            with suppress(torch.OutOfMemoryError), _same_plan_afterwards(network), network.compiled_without_budget():
-                network.sequence = store_all(network.build_chain())
+            storing_all = set_meanwhile((network, {"sequence": store_all(network.build_chain())}))
+            with suppress(torch.OutOfMemoryError), storing_all, network.compiled_without_budget():
                 stored, again = (measure_outcome(step, network) for _ in range(2))
                 eager = None if plain is None else difference(stored.results, plain.results)
                 noise, plain = difference(stored.results, again.results), stored
         results = [replace(_compared(with_plan, plain, noise, word), eager_difference=eager)]
         del with_plan  # free its gradients on the CPU, which are as large as the model
         if operations:
-            assert network.sequence is not None
-            results[0] = replace(results[0], operations=step.operations(network, network.sequence, network.names))
-        with _same_plan_afterwards(network):
-            for number, sequence in enumerate(others):
-                tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
-                network.sequence = sequence
+            timed = step.operations(network, plan_of(network).followed, network.names)
+            results[0] = replace(results[0], operations=timed)
+        for number, sequence in enumerate(others):
+            tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
+            with set_meanwhile((network, {"sequence": sequence})):
                 results.append(_compared(measure_outcome(step, network), plain, noise, word_of_plan(network)))
     return tuple(results)
 
@@ -251,12 +251,3 @@ def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | N
     compared = (difference(found.results, plain.results), plain.peak_bytes, plain.seconds, noise)
     rounded = None if word is None else compare_rounded(found, plain, word)
     return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss, rounded=rounded)
-
-
-@contextmanager
-def _same_plan_afterwards(network: Checkpointable) -> Iterator[None]:
-    sequence = network.sequence
-    try:
-        yield
-    finally:
-        network.sequence = sequence

@@ -29,7 +29,7 @@ import numpy as np
 
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_count, check_fits, whole_bytes
-from rotor_solver.least_memory import Costs, Floats, costs_of
+from rotor_solver.least_memory import Costs, Floats, costs_of, unfolded
 from rotor_solver.persistent.recurrence import Persistent
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
@@ -105,8 +105,8 @@ class Floating:
 
 
 _Task = tuple[int, int, int, int]  # A pending problem: s, its column of `start`, l, and the bytes M that it may use
-# A way to begin a problem: seconds that it is estimated to take, first operation, and the rest in reverse order.
-_Start = tuple[float, Operation, list[_Task | Operation]]
+# A way to begin a problem: seconds that it is estimated to take, and its operations and smaller problems in order
+_Start = tuple[float, list[_Task | Operation]]
 
 
 class _Problem:
@@ -232,23 +232,15 @@ class _Problem:
 
     def descend(self, blend: float, cut: float) -> list[Operation]:
         """Build a sequence for `mem_limit`: of the operations that fit in exact bytes, take the table's fastest."""
-        operations: list[Operation] = []
-        pending: list[_Task | Operation] = [(0, 0, self.length, self.mem_limit)]
-        while pending:
-            task = pending.pop()
-            if not isinstance(task, tuple):
-                operations.append(task)
-                continue
-            s, column, last, memory = task
+
+        def begun(s: int, column: int, last: int, memory: int) -> list[_Task | Operation]:
             if self._until(s, column) > last:
-                continue
+                return []
             if s == self.length:
-                operations.append(Loss())
-                continue
-            _, chosen, following = min(self._starts(s, column, last, memory, blend, cut), key=lambda each: each[0])
-            operations.append(chosen)
-            pending += following
-        return operations
+                return [Loss()]
+            return min(self._starts(s, column, last, memory, blend, cut), key=lambda each: each[0])[1]
+
+        return unfolded((0, 0, self.length, self.mem_limit), begun)
 
     def _starts(self, s: int, column: int, last: int, memory: int, blend: float, cut: float) -> Iterator[_Start]:
         costs, start, least, t = self.costs, self.start, self.least, self._until(s, column)
@@ -260,18 +252,18 @@ class _Problem:
                 seconds += self._read(row, memory - taken, blend, cut)
             else:
                 seconds += float(costs.split[s + 1] - costs.run[s + 1])
-            yield seconds, ForwardEnable(s, number), [Backward(s), (s + 1, self.length + 1, last, memory - taken)]
+            yield seconds, [ForwardEnable(s, number), (s + 1, self.length + 1, last, memory - taken), Backward(s)]
         if memory < self._check_need(s, column, last):
             return
         seconds, rest = float(costs.run[s + 1] - costs.run[s]), memory - self._own(s, column)
         if s < t and memory >= least[start[s + 1, t] + last]:
             value = self._read(start[s + 1, t] + last, memory, blend, cut)
-            yield seconds + value, ForwardNograd(s), [(s + 1, t, last, memory)]
+            yield seconds + value, [ForwardNograd(s), (s + 1, t, last, memory)]
         for j in range(t + 1, last + 1):
             after, before = start[s + 1, j] + last, start[s, column] + j - 1
             if rest >= least[after] and memory >= least[before]:
                 value = seconds + self._read(after, rest, blend, cut) + self._read(before, memory, blend, cut)
-                yield value, ForwardCheck(s), [(s, column, j - 1, memory), (s + 1, j, last, rest)]
+                yield value, [ForwardCheck(s), (s + 1, j, last, rest), (s, column, j - 1, memory)]
 
 
 def _table_bytes(length: int, width: int) -> int:

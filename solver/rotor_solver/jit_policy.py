@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
 
-from rotor_solver.watching import watcher
+from rotor_solver.watching import holding, watcher
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,11 +46,9 @@ def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
 def plain_python(name: str) -> ModuleType:
     """Import the kernel file `name` as a module of plain Python functions, without Numba."""
     spec: Any = find_spec(name)
-    module, token = module_from_spec(spec), _plain.set(True)
-    try:
+    module = module_from_spec(spec)
+    with holding(_plain, True):
         spec.loader.exec_module(module)
-    finally:
-        _plain.reset(token)
     return module
 
 

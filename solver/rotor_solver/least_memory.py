@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence as Several
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, Forward
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Task = TypeVar("Task", bound=tuple[int, ...])
 
 
 class Costs(NamedTuple):
@@ -131,25 +133,30 @@ Choose = Callable[[int, int, int], int]
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:
     """Return the operations of a chain of `length` stages; calls `choose` for each interval when it begins to run."""
-    operations: list[Operation] = []
-    pending: list[tuple[int, int, int] | Operation] = [(0, 0, length)]
-    while pending:
-        task = pending.pop()
-        if not isinstance(task, tuple):
-            operations.append(task)
-            continue
-        state, i, last = task
+
+    def begun(state: int, i: int, last: int) -> list[Operation | tuple[int, int, int]]:
         if i > last:
-            continue
+            return []
         if i == length:
-            operations.append(Loss())
-            continue
+            return [Loss()]
         choice = choose(state, i, last)
         if choice >= 0:
-            operations.append(ForwardEnable(i, choice))
-            pending += [Backward(i), (1, i + 1, last)]
+            return [ForwardEnable(i, choice), (1, i + 1, last), Backward(i)]
+        j = -choice
+        forwards = (ForwardNograd(k) for k in range(i + 1, j))
+        return [ForwardCheck(i), *forwards, (0, j, last), (state, i, j - 1)]
+
+    return unfolded((0, 0, length), begun)
+
+
+def unfolded(task: Task, begun: Callable[..., Several[Operation | Task]]) -> list[Operation]:
+    """Return the operations of `task`; `begun(*task)` returns a task's operations and smaller tasks, in order."""
+    operations: list[Operation] = []
+    pending: list[Operation | Task] = [task]
+    while pending:
+        following = pending.pop()
+        if isinstance(following, tuple):
+            pending += reversed(begun(*following))
         else:
-            j = -choice
-            operations += [ForwardCheck(i), *(ForwardNograd(k) for k in range(i + 1, j))]
-            pending += [(state, i, j - 1), (0, j, last)]
+            operations.append(following)
     return operations

@@ -1,4 +1,4 @@
-"""Minimum cut of a network by Dinic's algorithm (1970): flow along shortest paths, phase by phase.
+"""Search in graphs, and the minimum cut of a network by Dinic's algorithm (1970): flow along shortest paths, by phases.
 
 networkx has this algorithm, too, but its import takes longer than all cuts of most models take here, and its cuts of
 networks with a few dozen nodes take ten times as long.
@@ -6,7 +6,21 @@ networks with a few dozen nodes take ten times as long.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+def reached(begin: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """Return the keys `begin`, and all to which `following` leads from these, directly or through others."""
+    found = dict.fromkeys(begin)
+    pending = list(found)
+    while pending:
+        new = dict.fromkeys(each for each in following(pending.pop()) if each not in found)
+        found |= new
+        pending += new
+    return found
 
 
 class Network:

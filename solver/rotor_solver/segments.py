@@ -16,18 +16,13 @@ from rotor_solver.simulate import simulate
 
 def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range], algorithm: str = "") -> Sequence:
     """Return the sequence that runs `forwards`, and each segment in `again` once more right before its backwards."""
-    stored = list(forwards)
-    starts, ends = {}, {}
-    for segment in again:
-        starts.update(dict.fromkeys(segment, segment.start))
-        ends[segment.stop - 1] = segment
-    forward: list[Operation] = []
+    stored, segments = list(forwards), list(again)
+    forward: list[Operation] = [*stored]
+    for segment in segments:
+        for stage in segment:
+            forward[stage] = ForwardCheck(stage) if stage == segment.start else ForwardNograd(stage)
+    ends = {segment.stop - 1: segment for segment in segments}
     backward: list[Operation] = []
-    for stage, enable in enumerate(stored):
-        if stage not in starts:
-            forward.append(enable)
-        else:
-            forward.append(ForwardCheck(stage) if stage == starts[stage] else ForwardNograd(stage))
     for stage in reversed(range(len(stored))):
         backward += [stored[each] for each in ends.get(stage, ())]
         backward.append(Backward(stage))

@@ -62,13 +62,10 @@ def trips_of(chain: Chain, sequence: Sequence) -> tuple[Trip, ...]:
     """Return a trip for each forward before the loss whose option has `moved` bytes, in order, of a valid sequence."""
     before = sequence.operations[: sequence.index(Loss())]
     backward = {each.stage: place for place, each in enumerate(sequence) if isinstance(each, Backward)}
-    found = []
-    for position, operation in enumerate(before):
-        if isinstance(operation, ForwardEnable):
-            moved = chain.stages[operation.stage].options[operation.option].moved
-            if moved:
-                found.append(Trip(operation.stage, moved, position, backward[operation.stage]))
-    return tuple(found)
+    enabled = [(position, each) for position, each in enumerate(before) if isinstance(each, ForwardEnable)]
+    moved = [chain.stages[each.stage].options[each.option].moved for _, each in enabled]
+    trips = (Trip(each.stage, size, at, backward[each.stage]) for (at, each), size in zip(enabled, moved, strict=True))
+    return tuple(trip for trip in trips if trip.moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,17 +243,17 @@ def _run_in_graph(
     torch.clear_autocast_cache()  # else weights that an earlier run has cast would not count
     before = left_tensors(runner.function)  # kept alive, so that the forward frees none when it replaces them
 
+    lap: Callable[[], None] = (lambda: None) if watch is None else watch.lap
+
     def begin_backward(_: list[torch.Tensor]) -> None:
         meter.mark("backward")
-        if watch is not None:
-            watch.lap()
+        lap()
 
     meter.mark("forward")
     if watch is not None:
         watch.start()
     output = runner.forward(entered)
-    if watch is not None:
-        watch.lap()
+    lap()
     meter.mark("between")
     del before
     source = scalar_after(output, context.silent, context.arriving, made=begin_backward)
@@ -268,8 +268,7 @@ def _run_in_graph(
         one = torch.ones_like(source)
         meter.mark("gradients")
         source.backward(one)
-        if watch is not None:
-            watch.lap()
+        lap()
         del one
     meter.mark("between")
     _forget(parameters)

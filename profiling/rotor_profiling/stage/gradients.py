@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rotor_profiling.isolate import undoing
 from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
 from rotor_profiling.torch_compat import is_dtensor
 from rotor_profiling.value_tree import tree_map_only
@@ -140,12 +141,9 @@ def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
 @contextmanager
 def hooked(hooks: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]) -> Iterator[None]:
     """Inside this context, call each parameter's hook when its gradient is complete."""
-    handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooks]
-    try:
+    with undoing() as undo:
+        undo += [parameter.register_post_accumulate_grad_hook(hook).remove for parameter, hook in hooks]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractContextManager[None]:

@@ -173,9 +173,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def attribute_of(module: Any, target: Any) -> Any:
-    for part in str(target).split("."):
-        module = getattr(module, part)
-    return module
+    return operator.attrgetter(str(target))(module)
 
 
 GATHERED = "gathered"  # key in `node.meta`, set for sharded parameters, which FSDP gathers while the stage runs

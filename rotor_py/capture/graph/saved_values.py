@@ -33,6 +33,7 @@ from rotor_py.capture.graph.graph_nodes import (
 from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
+from rotor_solver.max_flow import reached
 
 # The price of recomputing a value is a number of floating point operations: its operator's own, and `_FOR_A_BYTE` for
 # each byte that the operator reads or writes. Prices serve to choose storage modes only, which are then timed.
@@ -310,17 +311,14 @@ class SavedPart:
     def of_cut(cls, body: fx.GraphModule, values: SavedValues, kept: Set[fx.Node]) -> SavedPart:
         numbers = {node: number for number, node in enumerate(body.graph.nodes)}
         dropped = values.saved - kept
-        calls: dict[int, Call] = {}
-        found: set[int] = set()
-        pending = list(dropped)
-        while pending:
-            node = pending.pop()
+
+        def stays(node: fx.Node) -> bool:
             # Also keep sizes, and inputs in the memory of another input: this costs nothing.
-            if node in kept or node not in values.roots or not node.op.startswith("call"):
-                found.add(numbers[node])
-            elif numbers[node] not in calls:
-                calls[numbers[node]] = _call(node, numbers, values)
-                pending.extend(node.all_input_nodes)
+            return node in kept or node not in values.roots or not node.op.startswith("call")
+
+        behind = reached(dropped, lambda node: () if stays(node) else node.all_input_nodes)
+        found = {numbers[node] for node in behind if stays(node)}
+        calls = {numbers[node]: _call(node, numbers, values) for node in behind if not stays(node)}
         places = frozenset(numbers[node] for node in dropped)
         needs = {number: _needs(calls, found, number) for number in places}
         return cls(frozenset(found), places, Recipe(calls, needs))
@@ -356,13 +354,5 @@ def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _needs(calls: dict[int, Call], kept: set[int], number: int) -> frozenset[int]:
-    found: set[int] = set()
-    pending, seen = [number], set[int]()
-    while pending:
-        each = pending.pop()
-        if each in kept:
-            found.add(each)
-        elif each not in seen:
-            seen.add(each)
-            pending.extend(calls[each].reads)
-    return frozenset(found)
+    behind: dict[int, None] = reached([number], lambda each: () if each in kept else calls[each].reads)
+    return frozenset(kept.intersection(behind))

@@ -23,7 +23,7 @@ from rotor_py.capture.graph.saved_values import (
     price_of,
 )
 from rotor_py.errors import record_fields
-from rotor_solver.max_flow import Network
+from rotor_solver.max_flow import Network, reached
 
 # Plot parts by kept bytes and price: a part below the line through two others is better than a mixture of these. A
 # minimum cut, weighted by the line's slope, finds it. Repeating this gives the hull (Eisner and Severance, 1976).
@@ -113,19 +113,9 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
 
 def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """Return the nodes that allocated the memory that a node reads, directly or through views and sizes."""
-    found, pending, seen = set(), list(node.all_input_nodes), set()
-    while pending:
-        each = pending.pop()
-        if each in seen:
-            continue
-        seen.add(each)
-        if roots.get(each) is each:
-            found.add(each)
-        elif each in roots and not each.all_input_nodes:  # an input of the graph that shares memory with another input
-            found.add(roots[each])
-        else:
-            pending.extend(each.all_input_nodes)
-    return found
+    found = reached(node.all_input_nodes, lambda each: () if roots.get(each) is each else each.all_input_nodes)
+    # An input of the graph may share memory with another input.
+    return {roots[each] for each in found if each in roots and (roots[each] is each or not each.all_input_nodes)}
 
 
 _log = logging.getLogger("rotor_py")
@@ -190,13 +180,8 @@ def find_saved_parts(
 
 def _price_of_all(values: SavedValues, prices: Mapping[fx.Node, int]) -> int:
     """Return the price of recomputing all saved values from the stage's inputs."""
-    pending, seen = list(values.saved), set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending.extend(memory_read(node, values.roots))
-    return sum(prices.get(node, 0) for node in seen)
+    found = reached(values.saved, lambda node: memory_read(node, values.roots))
+    return sum(prices.get(node, 0) for node in found)
 
 
 def same_parts(

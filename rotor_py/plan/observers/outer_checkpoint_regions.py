@@ -99,7 +99,7 @@ class NestedRecompute:
     def sequence(self, plan: StepPlan, held_bytes: int, model: TrainedModel) -> Sequence:
         if self._known is None or self._known[0] is not plan.budget:
             sequence = recompute_all(plan.budget.chain)
-            during = simulate(plan.budget.chain, sequence).during[: list(sequence).index(Loss())]
+            during = simulate(plan.budget.chain, sequence).during[: sequence.index(Loss())]
             self._known = plan.budget, sequence, max((plan.budget.chain.input_bytes, *during))
         _, sequence, needed = self._known
         if self._warned or plan.unlimited(model.settings):

@@ -11,6 +11,7 @@ do: keep everything, recompute segments of n stages (Megatron-LM's "uniform"), o
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import suppress
@@ -156,15 +157,10 @@ class PartCosts:
         if not self._shared:
             least = least_in_flight(part.chain, part.flying.forwards)[0]
             return part.beside_bytes + least - self.divided.share(number)
-        if self._fits(number, part, 0):
-            return 0
-        low, high = 0, 1
-        while not self._fits(number, part, high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(number, part, middle) else (middle, high)
-        return high
+        enough = 1
+        while not self._fits(number, part, enough):
+            enough *= 2
+        return bisect_left(range(enough), True, key=partial(self._fits, number, part))
 
     def part(self, number: int, begin: int, end: int) -> Part:
         sequence = self._solve(self._key(number, begin, end))

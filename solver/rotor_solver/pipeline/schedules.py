@@ -81,17 +81,6 @@ class Schedule:
         return SCHEDULES[self.name](self, rank)
 
 
-def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
-    """Return the actions of 1F1B: rank r first runs P - r forwards, then a backward before each further forward."""
-    ahead = min(schedule.microbatches, schedule.ranks - rank)
-    actions = [Action("F", rank, each) for each in range(ahead)]
-    for each in range(schedule.microbatches):
-        actions.append(Action("B", rank, each))
-        if ahead + each < schedule.microbatches:
-            actions.append(Action("F", rank, ahead + each))
-    return actions
-
-
 def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = None) -> list[Action]:
     """Return the actions of torch's `_get_1f1b_rank_ops`: some forwards, then a forward and a backward in turns.
 
@@ -127,7 +116,8 @@ _WHOLE: tuple[Kind, ...] = ("F", "B")
 # All schedules by name, as functions that return a rank's actions in order
 SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
     "gpipe": lambda schedule, rank: [Action(kind, rank, n) for kind in _WHOLE for n in range(schedule.microbatches)],
-    "1f1b": _one_forward_one_backward,
+    # Rank r of P first runs P - r forwards, then a backward before each further forward.
+    "1f1b": lambda schedule, rank: _rounds(schedule, rank, per_hop=1),
     "interleaved": lambda schedule, rank: _rounds(schedule, rank, per_hop=2),
     # Rank r runs a backward for the weights r backwards late; rank 0, which has nothing to postpone, splits none.
     "zero-bubble": lambda schedule, rank: _rounds(schedule, rank, per_hop=1, put_off=rank or None),
