@@ -34,6 +34,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` without its history, but with the attributes that the user has set on it."""
+    twin = tensor.detach()
+    if type(tensor) is torch.Tensor and tensor.__dict__:
+        twin.__dict__.update(tensor.__dict__)
+    return twin
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Attributes in which `DTensor` and `AsyncCollectiveTensor` (the result of a collective that may be in progress) keep
 # the tensor that they wrap, which may be such a wrapper, too.

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor_profiling import storage_bytes, tensors_in, torch_compat
+from rotor_profiling.storage import detached
 from rotor_profiling.value_tree import tree_map_only
 from rotor_py.errors import InvalidStateError
 from rotor_py.execute.instructions import Instructions
@@ -75,7 +76,7 @@ class ActivationStore:
         return self[index] if index in self._held else None
 
     def keep(self, index: int, value: Any) -> None:
-        value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        value = tree_map_only(torch.Tensor, detached, value)
         self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
 
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:

@@ -447,9 +447,10 @@ class Tape:
     def _refuse_written(self, held: Held, stage: int) -> None:
         """Raise StageChangedError if an operator has written to the stage's input, or to the context, since `_keep`."""
         now = self._versions(held.inputs.held_tensors(stage))
-        if stage in self._kept and now != self._kept[stage]:
-            was, is_now = (" ".join(f"at version {each}" for each in versions) for versions in (self._kept[stage], now))
-            raise StageChangedError(self.runners[stage].name, "the input", was, is_now)
+        for was, is_now in zip(self._kept.get(stage, now), now, strict=True):
+            if was != is_now:
+                name = self.runners[stage].name
+                raise StageChangedError(name, "the input", f"at version {was}", f"at version {is_now}")
 
     def _versions(self, value: Any) -> list[int]:
         return [tensor._version for tensor in tensors_in(value) + self._shared]

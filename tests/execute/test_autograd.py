@@ -118,14 +118,16 @@ def test_the_gradient_of_only_a_part_of_the_output_and_functions_without_paramet
 
 class Hooking(nn.Linear):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result = super().forward(value) * getattr(value, "factor", 1)
         if value.requires_grad:
             value.register_hook(lambda gradient: gradient / 2)
-            return super().forward(value) * 3
-        return super().forward(value)
+            result = result * 3
+        result.factor = 2
+        return result
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
-def test_layers_that_ask_for_gradients_and_hook_their_input_do_so_in_every_run(sequence):
+def test_layers_that_hook_their_input_or_ask_what_it_is_find_the_same_in_every_run(sequence):
     torch.manual_seed(0)
     model = nn.Sequential(*(Hooking(4, 4) for _ in range(4)))
     plain = copy.deepcopy(model)

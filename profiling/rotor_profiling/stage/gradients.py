@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.isolate import undoing
-from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
+from rotor_profiling.storage import detached, layout_of, local, tensors_in, wait_for
 from rotor_profiling.torch_compat import is_dtensor
 from rotor_profiling.value_tree import tree_map_only
 
@@ -29,7 +29,7 @@ _Maker = Callable[[], torch.Tensor]
 
 def leaves_of(value: Any) -> Any:
     """Return `value` with every tensor replaced by a leaf over the same memory, with the same `requires_grad`."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+    return tree_map_only(torch.Tensor, lambda tensor: detached(tensor).requires_grad_(tensor.requires_grad), value)
 
 
 def gradients_at(value: Any) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, origin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+        return detached(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -135,7 +135,7 @@ def enter_graph(origin: torch.Tensor, value: Any) -> Any:
 def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
     # Most recomputations run during a backward, where grad mode is off.
     with torch.enable_grad():
-        return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
+        return _Entry.apply(origin, detached(tensor)) if tensor.requires_grad else detached(tensor)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 @contextmanager
