@@ -51,8 +51,8 @@ MUTATIONS = [
     ),
     mutation(
         "every checkpoint asks for a gradient",
-        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(needed)",
-        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(True)",
+        "self.needs_gradient[stage], strict=True):\n            tensor.requires_grad_(needed)",
+        "self.needs_gradient[stage], strict=True):\n            tensor.requires_grad_(True)",
         "two in flight, in reverse",
     ),
     mutation(
@@ -69,7 +69,7 @@ MUTATIONS = [
     ),
     mutation(
         "a checkpoint holds its history",
-        "        value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)\n        self._held[index]",
+        "        value = tree_map_only(torch.Tensor, detached, value)\n        self._held[index]",
         "        self._held[index]",
         "chain",
     ),

@@ -266,16 +266,17 @@ class Tape:
             raise
         for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
             if stages := _copied_by(tensor):
-                tensor.register_hook(partial(self._refuse_to_show_part, tensor.grad_fn, ref(tensor), stages))
+                tensor.register_hook(partial(self._refuse_to_show_part, ref(tensor), stages))
         return output
 
-    def _refuse_to_show_part(self, node: Any, known: ref[torch.Tensor], stages: tuple[int, ...], part: Any) -> None:
+    def _refuse_to_show_part(self, known: ref[torch.Tensor], stages: tuple[int, ...], part: Any) -> None:
         """Raise InvalidStateError if the user asks for an output's gradient, of which this is a `part` (Rule 17)."""
         tensor = known()
         hooked = tensor is not None and (
             tensor.retains_grad or any(map(_is_users, (tensor._backward_hooks or {}).values()))
         )
-        ends_here = part is not None and not goes_through_any(each for each, _ in node.next_functions)
+        following = self.passes.nodes[stages[-1]].next_functions
+        ends_here = part is not None and not goes_through_any(node for node, _ in following)
         if hooked or ends_here:
             names = [self.runners[stage].name for stage in stages]
             self._changed.update(names)
