@@ -322,7 +322,8 @@ class StageMeasurer:
         last = number == len(self._chain.cut.stages) - 1
         # The key has the signature, effects, and bytes of the input without carried and owned tensors.
         effects = recall_effects(function)
-        found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
+        found = effects.graph_dependent, effects.without_gradient, effects.reads_statistics
+        stepped = self._steps[number]
         places = last, apart, silent, arriving, stepped
         kind = (stage_signature(function, value), named_values(function), self.activation_bytes, found, *places)
         if anywhere(kind not in self._known, self._options.group, self._device):

@@ -229,6 +229,36 @@ def test_parameters_that_are_frozen_or_thawed_between_are_as_in_plain_training(t
     compared(step)
 
 
+class Reading(nn.Module):
+    """Reads the statistics that its own batch norm updates."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.norm, self.layer = how, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        match self.how:
+            case "mean":
+                read = self.norm.running_mean.clone()
+            case "count":
+                read = self.norm.num_batches_tracked.clone()
+            case _:
+                read = self.norm.eval()(value)
+        return torch.tanh(self.layer(self.norm.train()(value))) * torch.tanh(value - read)
+
+
+@pytest.mark.parametrize("how", ["mean", "count", "evaluation"])
+def test_statistics_that_a_stage_reads_are_put_back_for_a_recomputation(how: str) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        for _ in range(2):
+            output = called(batch())
+            square(output).backward()
+        return output
+
+    compared(step, lambda: torch.manual_seed(0) and nn.Sequential(*(Reading(how) for _ in range(5))))
+    assert not any(traits.reads_statistics for traits in planned_once().plan().traits)
+
+
 CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "data": lambda model: [setattr(each, "data", 2 * each.data) for each in model.parameters()],
     "through data": lambda model: [each.data.mul_(2) for each in model.parameters()],
