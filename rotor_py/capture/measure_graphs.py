@@ -190,6 +190,9 @@ def measure_graphs(
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
             found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
             found.outputs_held = options.outputs_held or not has_loss(found.output)
+        except RuntimeError as error:
+            _refuse_backward_inside(type(model).__name__, error)
+            raise
         finally:
             state.restore()
         found.outside_bytes = sum(outside.bytes.values())
@@ -226,6 +229,17 @@ def measure_graphs(
                 found.settle(variant)
             state.restore()
     return found
+
+
+def _refuse_backward_inside(name: str, error: RuntimeError) -> None:
+    """Raise UnsupportedModelError if the model's forward has called `autograd.grad`, and this has raised `error`."""
+    stack = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in stack if is_users(frame.filename)]
+    if stack[-1].filename == torch.autograd.graph.__file__ and theirs:
+        line = f"{theirs[-1].filename}:{theirs[-1].lineno}"
+        text = f"use torch.func.grad at {line}, or plan other parts of {name}, as in model.body = Checkpointable("
+        text += "model.body, ...): there the forward computes gradients, and a plan cannot run a backward in a forward"
+        raise UnsupportedModelError(text, kind="backward_in_forward", name=line) from error
 
 
 def _later_graph_bytes(

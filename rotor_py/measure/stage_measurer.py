@@ -302,7 +302,8 @@ class StageMeasurer:
                         )
                         self._times.add(kind, run, exact=watch.exact)
                     else:
-                        with isolated(function, self._device), torch.no_grad():
+                        graph = recall_effects(function).graph_dependent
+                        with isolated(function, self._device), torch.set_grad_enabled(graph):
                             output = self._chain.runner(number).forward(value)
                     if number < last:
                         value = self._handed_on(number, output)

@@ -237,6 +237,41 @@ class Skipping(Layers):
         return value * kept
 
 
+class Corrected(nn.Linear):
+    """Takes a step along a gradient that the forward computes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        energy = lambda weight: torch.tanh(value @ weight).square().mean()  # noqa: E731
+        match self.how:
+            case "grad":
+                found = torch.func.grad(energy)(self.weight)
+            case "vjp":
+                made, pull = torch.func.vjp(energy, self.weight)
+                (found,) = pull(torch.ones_like(made))
+            case "autograd":
+                (found,) = torch.autograd.grad(energy(self.weight), self.weight, create_graph=True)
+            case _:
+                found = torch.func.grad(lambda weight: torch.linalg.cholesky(-weight @ weight.T).sum())(self.weight)
+        return torch.tanh(value @ (self.weight - 0.1 * found))
+
+
+class Corrections(Layers):
+    def __init__(self, *how: str) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(map(Corrected, how))
+
+
+@pytest.mark.parametrize(("how", "error"), [("autograd", UnsupportedModelError), ("failing", RuntimeError)])
+def test_gradients_inside_of_a_forward_that_fail_are_refused_and_leave_hooks_usable(how: str, error: Any) -> None:
+    with pytest.raises(error) if how == "failing" else raises(error, "backward_in_forward"):
+        Checkpointable(Corrections(how), {"value": torch.randn(64, WIDTH)}, mem_limit="1GB")
+    checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "filled table": (Table, (64, 16, WIDTH), 0),
     "quiet writes": (Quiet, (64, 16, WIDTH), 0),
@@ -249,6 +284,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
     "draws by other names": (Drawing, (256, WIDTH), 0),
     "own function": (Reversing, (256, WIDTH), 0),
+    "gradients by transforms": (lambda: Corrections("grad", "vjp", "grad", "vjp"), (256, WIDTH), 0.97),
+    "chain with gradients": (lambda: nn.Sequential(*map(Corrected, ["autograd"] * 3), nn.Tanh()), (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
 }
 """Model, shape of its input, and the least share of the predicted peak that is measured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from rotor_profiling import torch_compat
+from rotor_profiling.torch_compat import c_autograd
 from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, line_of, name_of, tensors_of, written_by
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import lasting
+from rotor_py.stage.saved_tensors import hooks_aside
 
 # TorchDynamo's operator for a model's own `torch.autograd.Function` creates a class in every run. The class holds the
 # saved tensors until the next garbage collection. `SavingFunction` lets autograd free them in the backward.
@@ -104,25 +107,36 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
 
 # Inside `torch.vmap` and other transforms, operators work on wrapped tensors, which have no memory of their own and do
 # not tell whether they require a gradient. So such a region becomes one node, which takes and returns plain tensors.
+# Inside `torch.func.grad`, PyTorch allows no saved-tensor hooks. So what autograd saves in its region calls no hooks.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
 _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
+_WITHOUT_HOOKS, _WITH_HOOKS = c_autograd._saved_tensors_hooks_disable, c_autograd._saved_tensors_hooks_enable
 
 
 def with_whole_transforms(graph: fx.Graph) -> None:
     """Make each region of `torch.func` transforms one node. Raises UnsupportedModelError if one writes into inputs."""
     region: list[fx.Node] = []
-    depth = 0
+    depth, without_hooks = 0, False
     for node in list(graph.nodes):
         name = name_of(node) if node.op == "call_function" else ""
         depth += name in _ENTER
-        if depth:
+        without_hooks |= node.target is _WITHOUT_HOOKS
+        if depth or without_hooks or _hands_on_wrapped(region):
             region.append(node)
         depth -= name in _EXIT
-        if region and not depth:
+        without_hooks &= node.target is not _WITH_HOOKS
+        if region and not (depth or without_hooks or _hands_on_wrapped(region)):
             _replace(graph, region)
             region = []
+
+
+def _hands_on_wrapped(region: list[fx.Node]) -> bool:
+    """Whether later nodes read a wrapped tensor of `region`, as the function that `torch.func.vjp` returns does."""
+    members, wrapped = set(region), torch_compat.is_functorch_wrapped_tensor
+    handed_on = (node for node in region if not members.issuperset(node.users))
+    return any(wrapped(tensor) for node in handed_on for tensor in tensors_of(node))
 
 
 def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
@@ -157,16 +171,21 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
     key = _kind_of(graph)
     if key not in _functions:
         module = fx.GraphModule(torch.nn.Module(), graph, "TransformedFunction")
+        without_hooks = any(node.target is _WITHOUT_HOOKS for node in region)
 
         def transformed(*values: Any) -> Any:
             level = torch_compat.maybe_current_level()
-            try:
-                return type(module).forward(module, *values)
-            except BaseException:
-                # Generated code has no `with` blocks, so leave the transform here after an error.
-                while torch_compat.maybe_current_level() != level:
-                    torch_compat.pop_dynamic_layer_stack()
-                raise
+            with hooks_aside() if without_hooks else nullcontext():
+                try:
+                    return type(module).forward(module, *values)
+                except BaseException:
+                    # Generated code has no `with` blocks, so leave the transform here after an error.
+                    while torch_compat.maybe_current_level() != level:
+                        torch_compat.pop_dynamic_layer_stack()
+                    _WITH_HOOKS()
+                    with suppress(RuntimeError):  # raised if no level of forward-mode derivatives is entered
+                        torch_compat.exit_dual_level(level=0)
+                    raise
 
         transformed.__name__ = transformed.__qualname__ = f"transformed({_names(region)})"
         _functions[key] = transformed
