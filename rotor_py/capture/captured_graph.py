@@ -69,7 +69,7 @@ class CapturedGraph:
         self._granularity = granularity
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self.layers: list[Layer] = []  # the stages with their names; none if no output of the graph requires a gradient
-        self.trains = False  # whether an output of the graph requires a gradient
+        self.trains = False  # whether an output that the graph makes requires a gradient
         self._is_split = False
         self._facts = GraphFacts(SymbolValues(), marks)
         self._cuts: CutPoints | None = None
@@ -106,7 +106,10 @@ class CapturedGraph:
                 name=line_of(drawing),
             )
         self._facts, self._is_split = facts, True  # only now: after an error above, a later call raises it again
-        self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
+        # A graph that writes to buffers may return an input as it is: no gradient reaches its operators.
+        passed_on = () if any(overwritten_by(node, facts.given) for node in facts.body) else self._placeholders
+        outputs = (node for node in facts.outputs if isinstance(node, fx.Node) and node not in passed_on)
+        self.trains = any(map(carries_gradient, outputs))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
         if not self.trains or not facts.body:

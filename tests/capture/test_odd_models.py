@@ -176,6 +176,21 @@ class Masked(Layers):
         return hidden
 
 
+class Queued(Layers):
+    """Writes keys into a queue after a graph break, as MoCo does: that graph returns only its input."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.register_buffer("queue", torch.randn(64, WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = super().forward(value) + self.queue.clone().mean(0)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.queue[:8] = self.layers[0](value[:8]).detach()
+        return value
+
+
 class Squash(torch.autograd.Function):
     """Saves inputs, an output, and a tensor of its own that is no output; another output has no gradient."""
 
@@ -279,6 +294,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "vmap with random numbers": (Scored, (512, WIDTH), 0),
     "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
     "early and late graph": (BreakingBefore, (256, WIDTH), 0),
+    "queue after a break": (Queued, (512, WIDTH), 0),
     "overwritten after a break": (Masked, (512, WIDTH), 0),
     "checkpointed regions": (Regions, (512, WIDTH), 0),
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
