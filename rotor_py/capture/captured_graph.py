@@ -29,13 +29,7 @@ from rotor_py.capture.graph.graph_nodes import (
     line_of,
     tensors_of,
 )
-from rotor_py.capture.graph.graph_rewrites import (
-    draws_from_own_state,
-    with_exact_regions,
-    with_layers_apart,
-    with_saving_functions,
-    with_whole_transforms,
-)
+from rotor_py.capture.graph.graph_rewrites import REWRITES, draws_from_own_state
 from rotor_py.capture.graph.graph_stage import stages_of
 from rotor_py.capture.graph.stage_graph import Emitter, run_graph
 from rotor_py.capture.patches import Answers, is_question, without_questions_about_the_batch
@@ -58,7 +52,7 @@ class CapturedGraph:
     def __init__(
         self, graph_module: fx.GraphModule, buffers: frozenset[int], granularity: int, marks: FSDPMarks | None = None
     ) -> None:
-        for rewrite in (with_exact_regions, with_saving_functions, with_whole_transforms, with_layers_apart):
+        for rewrite in REWRITES:
             rewrite(graph_module.graph)
         graph_module.recompile()
         if several_processes():  # do not assume yes about the batch: Rule 3 in `patches.py`

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -189,6 +190,24 @@ class Queued(Layers):
         with torch.no_grad():
             self.queue[:8] = self.layers[0](value[:8]).detach()
         return value
+
+
+class Setting(Layers):
+    """Runs operators in other settings, which hold for the whole process."""
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        noise = torch.randn(WIDTH)
+        torch.set_default_dtype(torch.float32)
+        with torch.inference_mode():
+            scale = value.square().mean()
+        made = (value * scale.clone() + noise.float()).view(-1, 1, 16, WIDTH)
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(made, made.sin(), made, dropout_p=0.1).view_as(value)
+
+
+def test_operators_run_in_the_settings_that_the_model_makes() -> None:
+    assert_trains_inside(Setting(), {"value": torch.randn(16, 16, WIDTH)}, shares=(0.5,))
 
 
 class Squash(torch.autograd.Function):
