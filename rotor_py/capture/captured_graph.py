@@ -27,6 +27,8 @@ from rotor_py.capture.graph.graph_nodes import (
     SymbolValues,
     carries_gradient,
     line_of,
+    memory_root,
+    name_of,
     tensors_of,
 )
 from rotor_py.capture.graph.graph_rewrites import REWRITES, draws_from_own_state
@@ -92,6 +94,12 @@ class CapturedGraph:
         nodes = [*facts.context, *facts.body]
         if (writing := next((node for node in nodes if overwritten_by(node, inputs)), None)) is not None:
             raise written_input(writing)
+        read = {memory_root(node) for node in nodes if name_of(node) == "_get_data_attr"}.intersection(facts.given)
+        if (writing := next((node for node in nodes if overwritten_by(node, read)), None)) is not None:
+            line = line_of(writing)
+            text = f"write under torch.no_grad() at {line}, not through .data, or make the tensor a buffer: measuring "
+            text += "would not put it back, as its version counter does not show the write"
+            raise UnsupportedModelError(text, kind="written_through_data", name=line)
         if (drawing := next(filter(draws_from_own_state, facts.body), None)) is not None:
             raise UnsupportedModelError(
                 f"use single-layer modules with nn.Dropout between them at {line_of(drawing)}, or "

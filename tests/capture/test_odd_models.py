@@ -177,6 +177,26 @@ class Masked(Layers):
         return hidden
 
 
+class InPart(Masked):
+    """Writes into a part of a tensor in an attribute, or through `data`."""
+
+    def __init__(self, through: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.mean, self.through = torch.ones(WIDTH), through
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](value)
+        self.through(self.mean).mul_(0.5)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden + self.mean.clone()).tanh().sin()
+        return hidden * self.token
+
+
+def test_a_write_through_data_is_refused() -> None:
+    with raises(UnsupportedModelError, "written_through_data"):
+        Checkpointable(InPart(lambda mean: mean.data[:8]), {"value": torch.randn(4, WIDTH)}, mem_limit="1GB")
+
+
 class Queued(Layers):
     """Writes keys into a queue after a graph break, as MoCo does: that graph returns only its input."""
 
@@ -314,6 +334,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
     "early and late graph": (BreakingBefore, (256, WIDTH), 0),
     "queue after a break": (Queued, (512, WIDTH), 0),
+    "overwritten in part": (lambda: InPart(lambda mean: mean[:8]), (512, WIDTH), 0),
     "overwritten after a break": (Masked, (512, WIDTH), 0),
     "checkpointed regions": (Regions, (512, WIDTH), 0),
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
