@@ -82,6 +82,9 @@ class Transparent(nn.Module):
     def __setitem__(self, index: Any, module: nn.Module) -> None:
         self.model[index] = module
 
+    def __delitem__(self, index: Any) -> None:
+        del self.model[index]
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.model)
 

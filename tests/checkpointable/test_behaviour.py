@@ -179,6 +179,7 @@ def test_a_model_that_has_changed_is_planned_anew() -> None:
         lambda: planned[1].register_forward_hook(lambda module, arguments, output: 3 * output),
         lambda: setattr(planned[2], "forward", MethodType(_doubled, planned[2])),
         lambda: planned.__setitem__(2, CalledTwice(nn.Conv2d(16, 16, 1))),
+        lambda: planned.__delitem__(1),
     ):
         sequence = planned.sequence
         planned.zero_grad()

@@ -229,6 +229,28 @@ def test_parameters_that_are_frozen_or_thawed_between_are_as_in_plain_training(t
     compared(step)
 
 
+class Leaf(nn.Linear):
+    """Freezes its weight, or makes a leaf in every run."""
+
+    def __init__(self, freezes: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.freezes = freezes
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.weight.requires_grad_(not self.freezes)
+        return torch.tanh(super().forward(value + torch.ones(WIDTH, requires_grad=not self.freezes)))
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_forward_may_freeze_its_weight_or_make_a_leaf(freezes: bool) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        output = called(batch())
+        square(output).backward()
+        return output
+
+    compared(step, lambda: torch.manual_seed(0) and nn.Sequential(*(Leaf(freezes) for _ in range(5))))
+
+
 class Reading(nn.Module):
     """Reads the statistics that its own batch norm updates."""
 
