@@ -84,6 +84,7 @@ class Transparent(nn.Module):
 
     def __delitem__(self, index: Any) -> None:
         del self.model[index]
+        self.__dict__["_modules"] = self.model._modules  # an nn.Sequential has numbered its children in a new one
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.model)

@@ -140,7 +140,7 @@ def with_whole_settings(graph: fx.Graph) -> None:
         for node in list(graph.nodes):
             if node.op == "call_function" and name_of(node) in _SETTERS:
                 function: Any = node.target
-                function(*fx.node.map_arg(node.args, lambda each: each.target(*each.args)), **node.kwargs)
+                function(*fx.node.map_arg(node.args, _kernel), **node.kwargs)
                 was, changed = changed, before != [each.get() for each in _SETTINGS]
                 closes = was and not changed
                 if changed and not was:
@@ -152,6 +152,11 @@ def with_whole_settings(graph: fx.Graph) -> None:
                 closes = False
     finally:
         _set_all(before)
+
+
+def _kernel(node: fx.Node) -> Any:
+    named: Any = node.target
+    return named(*node.args)
 
 
 def _set_all(values: list[Any]) -> None:
