@@ -163,12 +163,10 @@ class Checkpointable(PlannedModel):
         offload: str | None = None,
         keep: Literal["bf16", "fp8", "int8"] | None = None,
     ) -> None:
-        if isinstance(model, Checkpointable):
-            message = "the model is a Checkpointable already; wrap it once"
-            raise UnsupportedModelError(message, kind="wrapped_twice", name="model")
         if not isinstance(model, nn.Module):
             message = f"the model must be a torch.nn.Module, got {what_it_is(model)}"
             raise UnsupportedModelError(message, kind="not_a_module", name="model")
+        _refuse_parts(model)
         settings = Settings(
             mem_limit=mem_limit,
             mem_slots=mem_slots,
@@ -315,3 +313,16 @@ class Checkpointable(PlannedModel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
         # Have the copy's planner detect optimizers: the weak tables that list such planners are not copied.
         self._planner.wait_for_optimizers()
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if the model, or a module in it, is a Checkpointable or a module of `torch.jit`."""
+    for name, each in model.named_modules():
+        part = f"submodule {name!r}" if name else "the model"
+        if isinstance(each, Checkpointable):
+            text = f"wrap the whole model or parts of it, each once: {part} is a Checkpointable already"
+            raise UnsupportedModelError(text, kind="wrapped_twice", name=name or "model")
+        if isinstance(each, torch.jit.ScriptModule):
+            text = f"use {part} without torch.jit.script and torch.jit.trace: recomputations run modules with other "
+            text += "parameters and buffers, which scripted ones cannot be given. Scripted functions may stay"
+            raise UnsupportedModelError(text, kind="scripted", name=name or "model")

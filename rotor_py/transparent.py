@@ -82,6 +82,10 @@ class Transparent(nn.Module):
     def __setitem__(self, index: Any, module: nn.Module) -> None:
         self.model[index] = module
 
+    def __delitem__(self, index: Any) -> None:
+        del self.model[index]
+        self.__dict__["_modules"] = self.model._modules  # an nn.Sequential has numbered its children in a new one
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.model)
 

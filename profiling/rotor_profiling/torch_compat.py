@@ -91,6 +91,7 @@ NAMES = {
     "engine_run_backward": "torch.autograd.graph._engine_run_backward",
     "enter_autocast": "torch.amp.autocast_mode._enter_autocast",
     "exit_autocast": "torch.amp.autocast_mode._exit_autocast",
+    "exit_dual_level": "torch._C._exit_dual_level",
     "function_mode_stack": "torch.overrides._get_current_function_mode_stack",
     "functorch_config": "torch._functorch.config",
     "fx_graph_cse": "torch._functorch.compile_utils.fx_graph_cse",

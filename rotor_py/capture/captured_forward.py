@@ -33,6 +33,7 @@ from rotor_py.distributed.sharding import groups_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.first_run import hooks_on_all_modules
 from rotor_py.stage.forward_state import autocast_now
+from rotor_py.stage.saved_tensors import hooks_aside
 
 # Models of the same structure share one compiled forward and its traced graphs: to trace a large model takes seconds.
 
@@ -132,7 +133,9 @@ def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
         if prediction() is None:
             _refuse_modes()
         call.compiled.traced += 1
-        with warnings.catch_warnings(), call.tracing.configured(call.begin_tracing, call.compiled.breaks.append):
+        # While hooks are set, entering `torch.func.grad`, as TorchDynamo does to trace it, forbids hooks for good.
+        configured = call.tracing.configured(call.begin_tracing, call.compiled.breaks.append)
+        with warnings.catch_warnings(), hooks_aside(), configured:
             # TorchDynamo reads `.grad` of all inputs. PyTorch warns of this if an earlier graph or layer made an input.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             keep_image_sizes(tensors_in(call.inputs))

@@ -27,15 +27,11 @@ from rotor_py.capture.graph.graph_nodes import (
     SymbolValues,
     carries_gradient,
     line_of,
+    memory_root,
+    name_of,
     tensors_of,
 )
-from rotor_py.capture.graph.graph_rewrites import (
-    draws_from_own_state,
-    with_exact_regions,
-    with_layers_apart,
-    with_saving_functions,
-    with_whole_transforms,
-)
+from rotor_py.capture.graph.graph_rewrites import REWRITES, draws_from_own_state
 from rotor_py.capture.graph.graph_stage import stages_of
 from rotor_py.capture.graph.stage_graph import Emitter, run_graph
 from rotor_py.capture.patches import Answers, is_question, without_questions_about_the_batch
@@ -58,7 +54,7 @@ class CapturedGraph:
     def __init__(
         self, graph_module: fx.GraphModule, buffers: frozenset[int], granularity: int, marks: FSDPMarks | None = None
     ) -> None:
-        for rewrite in (with_exact_regions, with_saving_functions, with_whole_transforms, with_layers_apart):
+        for rewrite in REWRITES:
             rewrite(graph_module.graph)
         graph_module.recompile()
         if several_processes():  # do not assume yes about the batch: Rule 3 in `patches.py`
@@ -69,7 +65,7 @@ class CapturedGraph:
         self._granularity = granularity
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self.layers: list[Layer] = []  # the stages with their names; none if no output of the graph requires a gradient
-        self.trains = False  # whether an output of the graph requires a gradient
+        self.trains = False  # whether an output that the graph makes requires a gradient
         self._is_split = False
         self._facts = GraphFacts(SymbolValues(), marks)
         self._cuts: CutPoints | None = None
@@ -98,6 +94,12 @@ class CapturedGraph:
         nodes = [*facts.context, *facts.body]
         if (writing := next((node for node in nodes if overwritten_by(node, inputs)), None)) is not None:
             raise written_input(writing)
+        read = {memory_root(node) for node in nodes if name_of(node) == "_get_data_attr"}.intersection(facts.given)
+        if (writing := next((node for node in nodes if overwritten_by(node, read)), None)) is not None:
+            line = line_of(writing)
+            text = f"write under torch.no_grad() at {line}, not through .data, or make the tensor a buffer: measuring "
+            text += "would not put it back, as its version counter does not show the write"
+            raise UnsupportedModelError(text, kind="written_through_data", name=line)
         if (drawing := next(filter(draws_from_own_state, facts.body), None)) is not None:
             raise UnsupportedModelError(
                 f"use single-layer modules with nn.Dropout between them at {line_of(drawing)}, or "
@@ -106,7 +108,10 @@ class CapturedGraph:
                 name=line_of(drawing),
             )
         self._facts, self._is_split = facts, True  # only now: after an error above, a later call raises it again
-        self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
+        # A graph that writes to buffers may return an input as it is: no gradient reaches its operators.
+        passed_on = () if any(overwritten_by(node, facts.given) for node in facts.body) else self._placeholders
+        outputs = (node for node in facts.outputs if isinstance(node, fx.Node) and node not in passed_on)
+        self.trains = any(map(carries_gradient, outputs))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
         if not self.trains or not facts.body:

@@ -184,11 +184,15 @@ def measure_graphs(
     with undoing() as undo, attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
         # Measuring runs stages several times, and each run may draw random numbers.
         undo.append(RandomState.now((device,)).restore)
-        with outside:
-            # Copy dicts and lists among the arguments, since a forward may change them.
-            output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
-        found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
-        found.outputs_held = options.outputs_held or not has_loss(found.output)
+        try:
+            with outside:
+                # Copy dicts and lists among the arguments, since a forward may change them.
+                output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
+            found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
+            found.outputs_held = options.outputs_held or not has_loss(found.output)
+        except RuntimeError as error:
+            _refuse_backward_inside(type(model).__name__, error)
+            raise
         found.outside_bytes = sum(outside.bytes.values())
         found.outside_scratch = 4 * max(outside.bytes.values(), default=0)
         captured_bytes = sum(each.saved_bytes for each in found.graphs)
@@ -222,6 +226,17 @@ def measure_graphs(
             for variant in found.variants:
                 found.settle(variant)
     return found
+
+
+def _refuse_backward_inside(name: str, error: RuntimeError) -> None:
+    """Raise UnsupportedModelError if the model's forward has called `autograd.grad`, and this has raised `error`."""
+    stack = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in stack if is_users(frame.filename)]
+    if stack[-1].filename == torch.autograd.graph.__file__ and theirs:
+        line = f"{theirs[-1].filename}:{theirs[-1].lineno}"
+        text = f"use torch.func.grad at {line}, or plan other parts of {name}, as in model.body = Checkpointable("
+        text += "model.body, ...): there the forward computes gradients, and a plan cannot run a backward in a forward"
+        raise UnsupportedModelError(text, kind="backward_in_forward", name=line) from error
 
 
 def _later_graph_bytes(

@@ -94,6 +94,9 @@ def refuse_lost_gradients(
     """
     known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
     lost = [each for each in leaves_behind(edges_and_owners(output)[0]) if id(each) not in known]
+    if lost:  # ignore leaves that the forward makes: another run has others
+        again = {id(each) for each in leaves_behind(edges_and_owners(function(value))[0])}
+        lost = [each for each in lost if id(each) in again]
     if lost:
         stage = f"stage {name!r} ({type(function).__name__}), which uses it"
         text = (

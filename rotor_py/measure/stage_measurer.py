@@ -302,7 +302,8 @@ class StageMeasurer:
                         )
                         self._times.add(kind, run, exact=watch.exact)
                     else:
-                        with isolated(function, self._device), torch.no_grad():
+                        graph = recall_effects(function).graph_dependent
+                        with isolated(function, self._device), torch.set_grad_enabled(graph):
                             output = self._chain.runner(number).forward(value)
                     if number < last:
                         value = self._handed_on(number, output)
@@ -322,7 +323,8 @@ class StageMeasurer:
         last = number == len(self._chain.cut.stages) - 1
         # The key has the signature, effects, and bytes of the input without carried and owned tensors.
         effects = recall_effects(function)
-        found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
+        found = effects.graph_dependent, effects.without_gradient, effects.reads_statistics
+        stepped = self._steps[number]
         places = last, apart, silent, arriving, stepped
         kind = (stage_signature(function, value), named_values(function), self.activation_bytes, found, *places)
         if anywhere(kind not in self._known, self._options.group, self._device):

@@ -77,7 +77,7 @@ from rotor_py.errors import (
 from rotor_py.execute.backward_passes import in_backward
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.observers.forwards_in_flight import ForwardInFlight, Forwards
-from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, innermost_hooks, outer_regions_aside
+from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, outer_regions_aside
 from rotor_py.plan.observers.undeclared_memory import KeptGradients, wait_for_optimizers
 from rotor_py.plan.observers.watched_steps import WatchedSteps
 from rotor_py.plan.oom_replanning import Replanner, guarded
@@ -90,6 +90,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_plans import StepPlans, agree
 from rotor_py.plan.step_spec import StepSpec, describe, model_fingerprint, refuse_difference
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import innermost_hooks
 from rotor_solver import Algorithm, DescribedError, InfeasibleError, Sequence
 
 _log = logging.getLogger("rotor_py")

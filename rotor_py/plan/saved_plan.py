@@ -32,7 +32,7 @@ from rotor_solver.offload import Moves
 
 _log = logging.getLogger("rotor_py")
 
-SCHEMA = 13
+SCHEMA = 14
 _LARGEST_FILE = 16 * 2**20  # Bytes of the largest file that is read. A guess, far above the size of any plan.
 # Maximum number of carried tensors times number of stages: building a chain takes as many operations. A guess.
 _MOST_CARRIED = 10**6

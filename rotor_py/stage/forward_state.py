@@ -84,13 +84,13 @@ _WRITING = {
 _STATISTICS = ("running_mean", "running_var")
 
 
-class WrittenStatistics(TorchDispatchMode):
+class StatisticsUse(TorchDispatchMode):
+    """Collects the addresses of the statistics that norms have `written`, and those of all tensors `read` otherwise."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self._addresses: set[int] = set()
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return not self._addresses.isdisjoint(storages([tensor]))
+        self.written: set[int] = set()
+        self.read: set[int] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -99,11 +99,13 @@ class WrittenStatistics(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.overloadpacket in _WRITING:
-            names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            if given.get("training", True):
-                self._addresses.update(storages(given[name] for name in _STATISTICS if given[name] is not None))
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        if func.overloadpacket in _WRITING and given.get("training", True):
+            self.written.update(storages(tensors_in([given.pop(name) for name in _STATISTICS])))
+        elif func.overloadpacket is _aten.add_:  # as in counting batches
+            del given["self"]
+        self.read.update(storages(tensors_in(list(given.values()))))
         return func(*args, **(kwargs or {}))
 
 
@@ -111,17 +113,18 @@ class WrittenStatistics(TorchDispatchMode):
 
 # In training, the output of these layers does not depend on their running statistics. So statistics are not copied:
 # recomputations update scratch tensors instead. If recomputations did not track statistics, they would save other
-# tensors than the first run. A derived class may read its statistics, so its recomputations restore them.
+# tensors than the first run. If other code of the stage reads the statistics (`GraphEffects.reads_statistics`), or a
+# derived class does, recomputations restore them like other buffers.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # For each batch norm, the scratch tensors that its recomputations update in place of its statistics.
 _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
-# For each stage, the indices in `own_buffers` of the buffers that its forward changes.
+# For each stage, the indices in `buffer_slots` of the buffers that its forward changes.
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 # For each stage without hooks, the globals and the like (`Location`) that its code refers to.
 _locations: WeakKeyDictionary[nn.Module, list[Location]] = WeakKeyDictionary()
 _drawing_nothing: WeakSet[nn.Module] = WeakSet()  # stages that have drawn nothing in a run, and so do not in later ones
 _told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages for which the warning "writes_elsewhere" has been logged
-# For each stage, the indices in `own_buffers` of the buffers that other stages change, maybe before it is recomputed.
+# For each stage, the indices in `buffer_slots` of the buffers that other stages change, maybe before it is recomputed.
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -207,7 +210,7 @@ def recorded(
     before = RandomState.now(devices) if random else None
     slots = own_buffers(function)
     copies = _copies(function, slots)
-    versions = [tensor._version for _, _, tensor in slots]
+    versions = {i: slot[2]._version for i, slot in slots.items()}
     attributes = Attributes(function)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
     locations = _locations_of(function, hooked=seen is not None and seen.hooked)
@@ -215,7 +218,7 @@ def recorded(
     held = [*attributes.values(), *(location.get() for location in locations)]
     world = World.now()
     result: list[Surroundings] = []
-    statistics = WrittenStatistics() if slots and function not in _moving else None
+    statistics = StatisticsUse() if slots and function not in _moving else None
     with (
         own_parametrizations(),
         restored_autocast(autocast, cache=torch.is_grad_enabled()),  # without a graph, do not cache weights
@@ -231,7 +234,7 @@ def recorded(
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
     changes = attributes.after_run(left)
-    left += _replaced(slots)
+    left += _replaced(slots.values())
     if seen is not None:
         seen.note([*(slots[i][2] for i in moved), *_statistics(function)])
     if named is not None and named.only_unchanged() and function not in _told_of:
@@ -247,7 +250,7 @@ def recorded(
 def left_in(function: Callable[..., Any]) -> Callable[[], list[torch.Tensor]]:
     """Return a function that lists the tensors that a run since now put into attributes: each may need a gradient."""
     attributes, slots = Attributes(function), own_buffers(function)
-    return lambda: left_by(attributes.changes()) + _replaced(slots)
+    return lambda: left_by(attributes.changes()) + _replaced(slots.values())
 
 
 def _replaced(slots: Iterable[Slot]) -> list[torch.Tensor]:
@@ -264,17 +267,18 @@ def _locations_of(function: Callable[..., Any], *, hooked: bool) -> Sequence[Loc
 
 def _find_moving(
     function: Any,
-    slots: list[Slot],
+    slots: dict[int, Slot],
     copies: dict[int, torch.Tensor],
-    versions: list[int],
-    statistics: WrittenStatistics | None,
+    versions: dict[int, int],
+    statistics: StatisticsUse | None,
     name: str,
 ) -> list[int]:
-    now = [table[name] for table, name, _ in slots]
-    changed = {i for i, (_, _, old) in enumerate(slots) if now[i] is not old or old._version != versions[i]}
+    now = {i: table[name] for i, (table, name, _) in slots.items()}
+    changed = {i for i, (_, _, old) in slots.items() if now[i] is not old or old._version != versions[i]}
     if statistics is not None:
         # Some kernels write without raising the version counter. So in the first run, also compare values with copies.
-        changed |= {i for i in copies if slots[i][2] in statistics or not equal(copies[i], now[i])}
+        written = {i for i in copies if not statistics.written.isdisjoint(storages([slots[i][2]]))}
+        changed |= written | {i for i in copies if not equal(copies[i], now[i])}
     else:
         changed |= copies.keys()
     _moving[function] = _moving.get(function, frozenset()) | changed
@@ -307,6 +311,11 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...], nam
 
 
 def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
+    """Return the batch norms in training mode whose statistics do not influence what the stage computes."""
+    return [] if recall_effects(function).reads_statistics else _training_batch_norms(function)
+
+
+def _training_batch_norms(function: Callable[..., Any]) -> list[Any]:
     return [
         module
         for module in modules_of(function)
@@ -329,25 +338,25 @@ def lasting(tensor: Any) -> Any:
     return getattr(tensor, "lasting", tensor)
 
 
-def own_buffers(function: Callable[..., Any]) -> list[Slot]:
-    """Return the buffers of `function`, except batch norms' running statistics, which a recomputation does not need."""
+def own_buffers(function: Callable[..., Any]) -> dict[int, Slot]:
+    """Map the index of each buffer in `buffer_slots` to it, without running statistics that nothing reads."""
     statistics = {id(module._buffers) for module in _tracking_batch_norms(function)}
-    return [slot for slot in buffer_slots(function) if id(slot[0]) not in statistics]
+    return {i: slot for i, slot in enumerate(buffer_slots(function)) if id(slot[0]) not in statistics}
 
 
 def _statistics(function: Callable[..., Any]) -> list[torch.Tensor]:
     return [buffer for module in _tracking_batch_norms(function) for buffer in module.buffers(recurse=False)]
 
 
-def _copies(function: Callable[..., Any], slots: list[Slot]) -> dict[int, torch.Tensor]:
+def _copies(function: Callable[..., Any], slots: dict[int, Slot]) -> dict[int, torch.Tensor]:
     unknown = (
         not isinstance(function, nn.Module) or function not in _moving or not making.isdisjoint(modules_of(function))
     )
-    return {i: slot[2].clone() for i, slot in enumerate(slots) if unknown or i in recall_moving(function)}
+    return {i: slot[2].clone() for i, slot in slots.items() if unknown or i in recall_moving(function)}
 
 
 def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
-    """Return indices in `own_buffers` of the buffers that runs of this or another stage have changed."""
+    """Return indices in `buffer_slots` of the buffers that runs of this or another stage have changed."""
     if not isinstance(function, nn.Module):
         return frozenset()
     return _moving.get(function, frozenset()) | _moved_elsewhere.get(function, frozenset())
@@ -361,11 +370,11 @@ def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
 def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
     """Have stages copy each buffer that several of `functions` share, if one of them changes it or it is in `also`."""
     stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
-    holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
+    holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots.values()})
     moved = {id(tensor) for tensor in also}
-    moved |= {id(slots[i][2]) for function, slots in stages for i in _moving.get(function, ()) if i < len(slots)}
+    moved |= {id(slots[i][2]) for function, slots in stages for i in _moving.get(function, ()) if i in slots}
     for function, slots in stages:
-        shared = {i for i, (_, _, tensor) in enumerate(slots) if id(tensor) in moved and holders[id(tensor)] > 1}
+        shared = {i for i, (_, _, tensor) in slots.items() if id(tensor) in moved and holders[id(tensor)] > 1}
         if shared:
             _moved_elsewhere[function] = _moved_elsewhere.get(function, frozenset()) | shared
 
@@ -373,14 +382,13 @@ def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iter
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
     """Return the buffers that earlier runs have changed, so that forwards of `function` copy them."""
     known = recall_moving(function)
-    return [slot[2] for i, slot in enumerate(own_buffers(function)) if i in known]
+    return [slot[2] for i, slot in own_buffers(function).items() if i in known]
 
 
 def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
     """Return the buffers that forwards of `function` changed, and running statistics; before its first run, all."""
     known = _moving.get(function) if isinstance(function, nn.Module) else None
-    own = own_buffers(function)
-    still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}
+    still = set() if known is None else {id(slot[2]) for i, slot in own_buffers(function).items() if i not in known}
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]
 
 
@@ -408,6 +416,7 @@ class GraphEffects:
     graph_dependent: bool = False  # whether output values with a graph differ from those without
     without_gradient: tuple[int, ...] = ()  # indices of output tensors that require no gradient, even with a graph
     reproducible: bool = True  # whether a second run from the same state returns the same values
+    reads_statistics: bool = True  # whether code besides a plain batch norm reads its running statistics
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
@@ -436,9 +445,12 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
     """
     attached, reproducible = _detached(made), True
     silent = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
+    use, norms = StatisticsUse(), _training_batch_norms(function)
     with isolated(function, device), torch.no_grad():
+        statistics = storages(buffer for module in norms for buffer in module.buffers(recurse=False))
         try:
-            differs = not _equal(_outputs(function, value), attached)
+            with use if norms else nullcontext():
+                differs = not _equal(_outputs(function, value), attached)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -452,7 +464,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
         # On other devices, two runs of a kernel may round differently.
         reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
         differs = differs and _equal(attached, twice[0])
-    return GraphEffects(differs, silent, reproducible)
+    return GraphEffects(differs, silent, reproducible, not use.read.isdisjoint(statistics))
 
 
 @contextmanager

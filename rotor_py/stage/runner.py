@@ -53,7 +53,8 @@ class AttachedStage:
             there, here = len(gradients), len(self.outputs)
             text = f"stage {self.name!r} must return as many tensors when it is recomputed ({here}) as before ({there})"
             raise InvalidStateError(text, kind="rerun_differs", name=self.name, forward=there, again=here)
-        sources = [*self.inputs, *self.parameters]
+        # A forward may have called `requires_grad_(False)`.
+        sources = [*self.inputs, *(each if each.requires_grad else None for each in self.parameters)]
         given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
         needed: list[Any] = [source for source in sources if source is not None]
         if not given or not needed:  # torch.autograd.grad raises for an empty list

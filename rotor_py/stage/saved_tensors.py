@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from operator import methodcaller
@@ -13,7 +14,7 @@ import torch
 from torch.autograd.graph import Node
 
 from rotor_profiling import torch_compat
-from rotor_profiling.torch_compat import is_fake
+from rotor_profiling.torch_compat import c_autograd, is_fake
 from rotor_py.errors import InvalidStateError
 
 
@@ -231,3 +232,25 @@ def _sum_of_bytes(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided or is_fake(tensor) or not tensor.numel():
         return None
     return int(tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+
+
+_Hook = Callable[[Any], Any]
+innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
+    c_autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+"""Return the innermost saved-tensor hooks, with True even disabled ones; None without hooks, and before torch 2.8."""
+
+
+@contextmanager
+def hooks_aside(which: Callable[[_Hook], bool] = lambda pack: True) -> Iterator[list[_Hook]]:
+    """Inside the context, remove the innermost hooks, while `which` is true of their pack functions; yield these."""
+    hooks: list[tuple[_Hook, _Hook]] = []
+    # With True, hooks that tracing disables count, too.
+    while (found := innermost_hooks(True)) is not None and which(found[0]):
+        c_autograd._pop_saved_tensors_default_hooks()
+        hooks.append(found)
+    try:
+        yield [pack for pack, _ in hooks]
+    finally:
+        for pack, unpack in reversed(hooks):
+            c_autograd._push_saved_tensors_default_hooks(pack, unpack)

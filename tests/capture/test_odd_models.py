@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -176,6 +177,59 @@ class Masked(Layers):
         return hidden
 
 
+class InPart(Masked):
+    """Writes into a part of a tensor in an attribute, or through `data`."""
+
+    def __init__(self, through: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.mean, self.through = torch.ones(WIDTH), through
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](value)
+        self.through(self.mean).mul_(0.5)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden + self.mean.clone()).tanh().sin()
+        return hidden * self.token
+
+
+def test_a_write_through_data_is_refused() -> None:
+    with raises(UnsupportedModelError, "written_through_data"):
+        Checkpointable(InPart(lambda mean: mean.data[:8]), {"value": torch.randn(4, WIDTH)}, mem_limit="1GB")
+
+
+class Queued(Layers):
+    """Writes keys into a queue after a graph break, as MoCo does: that graph returns only its input."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.register_buffer("queue", torch.randn(64, WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = super().forward(value) + self.queue.clone().mean(0)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.queue[:8] = self.layers[0](value[:8]).detach()
+        return value
+
+
+class Setting(Layers):
+    """Runs operators in other settings, which hold for the whole process."""
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        noise = torch.randn(WIDTH)
+        torch.set_default_dtype(torch.float32)
+        with torch.inference_mode():
+            scale = value.square().mean()
+        made = (value * scale.clone() + noise.float()).view(-1, 1, 16, WIDTH)
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(made, made.sin(), made, dropout_p=0.1).view_as(value)
+
+
+def test_operators_run_in_the_settings_that_the_model_makes() -> None:
+    assert_trains_inside(Setting(), {"value": torch.randn(16, 16, WIDTH)}, shares=(0.5,))
+
+
 class Squash(torch.autograd.Function):
     """Saves inputs, an output, and a tensor of its own that is no output; another output has no gradient."""
 
@@ -237,6 +291,41 @@ class Skipping(Layers):
         return value * kept
 
 
+class Corrected(nn.Linear):
+    """Takes a step along a gradient that the forward computes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        energy = lambda weight: torch.tanh(value @ weight).square().mean()  # noqa: E731
+        match self.how:
+            case "grad":
+                found = torch.func.grad(energy)(self.weight)
+            case "vjp":
+                made, pull = torch.func.vjp(energy, self.weight)
+                (found,) = pull(torch.ones_like(made))
+            case "autograd":
+                (found,) = torch.autograd.grad(energy(self.weight), self.weight, create_graph=True)
+            case _:
+                found = torch.func.grad(lambda weight: torch.linalg.cholesky(-weight @ weight.T).sum())(self.weight)
+        return torch.tanh(value @ (self.weight - 0.1 * found))
+
+
+class Corrections(Layers):
+    def __init__(self, *how: str) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(map(Corrected, how))
+
+
+@pytest.mark.parametrize(("how", "error"), [("autograd", UnsupportedModelError), ("failing", RuntimeError)])
+def test_gradients_inside_of_a_forward_that_fail_are_refused_and_leave_hooks_usable(how: str, error: Any) -> None:
+    with pytest.raises(error) if how == "failing" else raises(error, "backward_in_forward"):
+        Checkpointable(Corrections(how), {"value": torch.randn(64, WIDTH)}, mem_limit="1GB")
+    checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "filled table": (Table, (64, 16, WIDTH), 0),
     "quiet writes": (Quiet, (64, 16, WIDTH), 0),
@@ -244,11 +333,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "vmap with random numbers": (Scored, (512, WIDTH), 0),
     "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
     "early and late graph": (BreakingBefore, (256, WIDTH), 0),
+    "queue after a break": (Queued, (512, WIDTH), 0),
+    "overwritten in part": (lambda: InPart(lambda mean: mean[:8]), (512, WIDTH), 0),
     "overwritten after a break": (Masked, (512, WIDTH), 0),
     "checkpointed regions": (Regions, (512, WIDTH), 0),
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
     "draws by other names": (Drawing, (256, WIDTH), 0),
     "own function": (Reversing, (256, WIDTH), 0),
+    "gradients by transforms": (lambda: Corrections("grad", "vjp", "grad", "vjp"), (256, WIDTH), 0.97),
+    "chain with gradients": (lambda: nn.Sequential(*map(Corrected, ["autograd"] * 3), nn.Tanh()), (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
 }
 """Model, shape of its input, and the least share of the predicted peak that is measured."""

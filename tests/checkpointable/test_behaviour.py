@@ -179,6 +179,7 @@ def test_a_model_that_has_changed_is_planned_anew() -> None:
         lambda: planned[1].register_forward_hook(lambda module, arguments, output: 3 * output),
         lambda: setattr(planned[2], "forward", MethodType(_doubled, planned[2])),
         lambda: planned.__setitem__(2, CalledTwice(nn.Conv2d(16, 16, 1))),
+        lambda: planned.__delitem__(1),
     ):
         sequence = planned.sequence
         planned.zero_grad()
@@ -246,6 +247,7 @@ def test_a_refused_limit_holds_nothing_once_its_error_is_gone(
         assert held() is None
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_bad_limits_optimizers_and_models_that_cannot_be_cut_are_refused_in_words() -> None:
     for limit in ("4XB", -1, "", float("nan"), True, "120%"):
         with pytest.raises(ValueError, match=r"limit|bytes|%"):
@@ -260,8 +262,11 @@ def test_bad_limits_optimizers_and_models_that_cannot_be_cut_are_refused_in_word
 
     with raises(UnsupportedModelError, "no_graph", name="Hand"):
         Checkpointable(Hand(), mem_limit="1GB")(torch.randn(2, requires_grad=True))
-    with raises(UnsupportedModelError, "wrapped_twice"):
-        Checkpointable(Checkpointable(blocks(1, 4)))
+    whole, scripted = Checkpointable(blocks(1, 4)), torch.jit.script(nn.ReLU())
+    for part, kind in ((whole, "wrapped_twice"), (scripted, "scripted")):
+        for model, name in ((part, "model"), (nn.Sequential(nn.ReLU(), nn.Sequential(part)), "1.0")):
+            with raises(UnsupportedModelError, kind, name=name):
+                Checkpointable(model)
     for no_model in (nn.ReLU, lambda x: x):
         with raises(UnsupportedModelError, "not_a_module"):
             Checkpointable(no_model)  # type: ignore[arg-type]

@@ -229,6 +229,58 @@ def test_parameters_that_are_frozen_or_thawed_between_are_as_in_plain_training(t
     compared(step)
 
 
+class Leaf(nn.Linear):
+    """Freezes its weight, or makes a leaf in every run."""
+
+    def __init__(self, freezes: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.freezes = freezes
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.weight.requires_grad_(not self.freezes)
+        return torch.tanh(super().forward(value + torch.ones(WIDTH, requires_grad=not self.freezes)))
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_forward_may_freeze_its_weight_or_make_a_leaf(freezes: bool) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        output = called(batch())
+        square(output).backward()
+        return output
+
+    compared(step, lambda: torch.manual_seed(0) and nn.Sequential(*(Leaf(freezes) for _ in range(5))))
+
+
+class Reading(nn.Module):
+    """Reads the statistics that its own batch norm updates."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.norm, self.layer = how, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        match self.how:
+            case "mean":
+                read = self.norm.running_mean.clone()
+            case "count":
+                read = self.norm.num_batches_tracked.clone()
+            case _:
+                read = self.norm.eval()(value)
+        return torch.tanh(self.layer(self.norm.train()(value))) * torch.tanh(value - read)
+
+
+@pytest.mark.parametrize("how", ["mean", "count", "evaluation"])
+def test_statistics_that_a_stage_reads_are_put_back_for_a_recomputation(how: str) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        for _ in range(2):
+            output = called(batch())
+            square(output).backward()
+        return output
+
+    compared(step, lambda: torch.manual_seed(0) and nn.Sequential(*(Reading(how) for _ in range(5))))
+    assert not any(traits.reads_statistics for traits in planned_once().plan().traits)
+
+
 CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "data": lambda model: [setattr(each, "data", 2 * each.data) for each in model.parameters()],
     "through data": lambda model: [each.data.mul_(2) for each in model.parameters()],

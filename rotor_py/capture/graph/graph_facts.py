@@ -93,7 +93,8 @@ def read_graph(
         last = max((at for at, node in enumerate(facts.body) if overwritten_by(node, made_before)), default=-1)
         if not written and last == -1:
             return facts
-        late |= written
+        if last == -1:
+            late |= written
         ahead.update(facts.body[: last + 1])
 
 

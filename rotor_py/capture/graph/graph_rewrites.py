@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from rotor_profiling import torch_compat
-from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, line_of, name_of, tensors_of, written_by
+from rotor_profiling.torch_compat import c_autograd
+from rotor_py.capture.graph.graph_nodes import (
+    carries_gradient,
+    example_of,
+    is_random,
+    line_of,
+    name_of,
+    tensors_of,
+    written_by,
+)
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import lasting
+from rotor_py.stage.saved_tensors import hooks_aside
 
 # TorchDynamo's operator for a model's own `torch.autograd.Function` creates a class in every run. The class holds the
 # saved tensors until the next garbage collection. `SavingFunction` lets autograd free them in the backward.
@@ -102,27 +113,89 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
     return _functions[key]
 
 
+def with_inference_as_no_grad(graph: fx.Graph) -> None:
+    """Replace inference mode by `torch.no_grad`, which computes the same: a stage may begin inside."""
+    modes = [True]  # whether gradients are on: outside, and in each region of inference mode that is open
+    for node in graph.nodes:
+        name = name_of(node) if node.op == "call_function" else ""
+        if node.target is torch_compat.set_grad_enabled:
+            modes[-1] = bool(node.args[0])
+        elif name in ("_enter_inference_mode", "_exit_inference_mode"):
+            modes = [*modes, modes[-1] and not node.args[0]] if name == "_enter_inference_mode" else modes[:-1]
+            node.target, node.args = torch_compat.set_grad_enabled, (modes[-1],)
+
+
+# Operators that set how kernels compute, such as `torch.set_default_dtype`, must not move, and no stage may begin after
+# one. So all operators from the first of them to the one that sets the former values again become one node.
+
+_SETTINGS = torch_compat.kernel_settings()
+_SETTERS = {"set_default_dtype", "set_float32_matmul_precision", "_set_deterministic_algorithms", "_sdpa_kernel"}
+
+
+def with_whole_settings(graph: fx.Graph) -> None:
+    before = [each.get() for each in _SETTINGS]
+    region: list[fx.Node] = []
+    changed = closes = False
+    try:
+        for node in list(graph.nodes):
+            if node.op == "call_function" and name_of(node) in _SETTERS:
+                function: Any = node.target
+                function(*fx.node.map_arg(node.args, _kernel), **node.kwargs)
+                was, changed = changed, before != [each.get() for each in _SETTINGS]
+                closes = was and not changed
+                if changed and not was:
+                    region = node.all_input_nodes  # the names of kernels
+            if changed or closes:
+                region.append(node)
+            if closes:
+                _replace(graph, region)
+                closes = False
+    finally:
+        _set_all(before)
+
+
+def _kernel(node: fx.Node) -> Any:
+    named: Any = node.target
+    return named(*node.args)
+
+
+def _set_all(values: list[Any]) -> None:
+    for each, value in zip(_SETTINGS, values, strict=True):
+        each.set(value)
+
+
 # Inside `torch.vmap` and other transforms, operators work on wrapped tensors, which have no memory of their own and do
 # not tell whether they require a gradient. So such a region becomes one node, which takes and returns plain tensors.
+# Inside `torch.func.grad`, PyTorch allows no saved-tensor hooks. So what autograd saves in its region calls no hooks.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
 _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
+_WITHOUT_HOOKS, _WITH_HOOKS = c_autograd._saved_tensors_hooks_disable, c_autograd._saved_tensors_hooks_enable
 
 
 def with_whole_transforms(graph: fx.Graph) -> None:
     """Make each region of `torch.func` transforms one node. Raises UnsupportedModelError if one writes into inputs."""
     region: list[fx.Node] = []
-    depth = 0
+    depth, without_hooks = 0, False
     for node in list(graph.nodes):
         name = name_of(node) if node.op == "call_function" else ""
         depth += name in _ENTER
-        if depth:
+        without_hooks |= node.target is _WITHOUT_HOOKS
+        if depth or without_hooks or _hands_on_wrapped(region):
             region.append(node)
         depth -= name in _EXIT
-        if region and not depth:
+        without_hooks &= node.target is not _WITH_HOOKS
+        if region and not (depth or without_hooks or _hands_on_wrapped(region)):
             _replace(graph, region)
             region = []
+
+
+def _hands_on_wrapped(region: list[fx.Node]) -> bool:
+    """Whether later nodes read a wrapped tensor of `region`, as the function that `torch.func.vjp` returns does."""
+    members, wrapped = set(region), torch_compat.is_functorch_wrapped_tensor
+    handed_on = (node for node in region if not members.issuperset(node.users))
+    return any(wrapped(tensor) for node in handed_on for tensor in tensors_of(node))
 
 
 def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
@@ -132,8 +205,8 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
     for node in region:
         if not set(inputs).isdisjoint(written_by(node)):
             raise UnsupportedModelError(
-                f"let {line_of(node)} make a new tensor: inside a function that torch.func transforms, it overwrites a "
-                "tensor from outside, so it cannot be recomputed",
+                f"let {line_of(node)} make a new tensor: inside a function that torch.func transforms, or where the "
+                "model has set how kernels compute, it overwrites a tensor from outside, so it cannot be recomputed",
                 kind="in_place_input",
                 name=line_of(node),
             )
@@ -157,16 +230,24 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
     key = _kind_of(graph)
     if key not in _functions:
         module = fx.GraphModule(torch.nn.Module(), graph, "TransformedFunction")
+        without_hooks = any(node.target is _WITHOUT_HOOKS for node in region)
+        sets = not _SETTERS.isdisjoint(map(name_of, region))
 
         def transformed(*values: Any) -> Any:
-            level = torch_compat.maybe_current_level()
-            try:
-                return type(module).forward(module, *values)
-            except BaseException:
-                # Generated code has no `with` blocks, so leave the transform here after an error.
-                while torch_compat.maybe_current_level() != level:
-                    torch_compat.pop_dynamic_layer_stack()
-                raise
+            level, settings = torch_compat.maybe_current_level(), [each.get() for each in _SETTINGS] if sets else None
+            with hooks_aside() if without_hooks else nullcontext():
+                try:
+                    return type(module).forward(module, *values)
+                except BaseException:
+                    # Generated code has no `with` blocks, so leave transforms and settings here after an error.
+                    while torch_compat.maybe_current_level() != level:
+                        torch_compat.pop_dynamic_layer_stack()
+                    _WITH_HOOKS()
+                    if settings is not None:
+                        _set_all(settings)
+                    with suppress(RuntimeError):  # raised if no level of forward-mode derivatives is entered
+                        torch_compat.exit_dual_level(level=0)
+                    raise
 
         transformed.__name__ = transformed.__qualname__ = f"transformed({_names(region)})"
         _functions[key] = transformed
@@ -182,7 +263,8 @@ def _kind_of(graph: fx.Graph) -> Hashable:
 
 def _names(nodes: Iterable[fx.Node]) -> str:
     # This text is part of a function's name. `is_random` and others look for operators' names in it.
-    return ", ".join(name_of(node) for node in nodes if node.op.startswith("call"))
+    calls = (node for node in nodes if node.op.startswith("call"))
+    return ", ".join(name_of(node) + (" at random" if is_random(node) else "") for node in calls)
 
 
 # The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one by one. With one operator for each layer, the result is the
@@ -287,3 +369,14 @@ def _divide(node: fx.Node, given: _Arguments, states: tuple[fx.Node, ...]) -> No
         user.replace_all_uses_with(new)
         node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+REWRITES = (
+    with_exact_regions,
+    with_saving_functions,
+    with_inference_as_no_grad,
+    with_whole_settings,
+    with_whole_transforms,
+    with_layers_apart,
+)
+"""All rewrites of a graph, in their order."""

@@ -17,15 +17,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rotor_profiling.torch_compat import c_autograd, dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode
+from rotor_profiling.torch_compat import dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode
 from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import hooks_aside
 from rotor_py.units import exact_bytes
 from rotor_solver import Loss, Sequence, recompute_all, simulate
 
@@ -33,40 +34,20 @@ _log = logging.getLogger("rotor_py")
 
 
 _REGIONS = "torch.utils.checkpoint"
-_Hook = Callable[[Any], Any]
-innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
-    c_autograd, "_top_saved_tensors_default_hooks", lambda _: None
-)
-"""Return the innermost saved-tensor hooks, with True even disabled ones; None without hooks, and before torch 2.8."""
 
 
 @contextmanager
 def outer_hooks_aside() -> Iterator[None]:
     """Inside the context, disable the caller's saved-tensor hooks: those of a checkpoint would recompute its region."""
-    with _hooks_aside(lambda pack: True):
+    with hooks_aside():
         yield
 
 
 @contextmanager
 def outer_regions_aside() -> Iterator[bool]:
     """Inside the context, hide the model from the caller's regions (see the Note). Yield whether one is recomputed."""
-    with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
+    with hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
-
-
-@contextmanager
-def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
-    """Inside the context, remove the innermost hooks, while `which` is true of their pack functions; yield these."""
-    hooks: list[tuple[_Hook, _Hook]] = []
-    # With True, hooks that tracing disables count, too.
-    while (found := innermost_hooks(True)) is not None and which(found[0]):
-        c_autograd._pop_saved_tensors_default_hooks()
-        hooks.append(found)
-    try:
-        yield [pack for pack, _ in hooks]
-    finally:
-        for pack, unpack in reversed(hooks):
-            c_autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager
