@@ -185,7 +185,9 @@ def isolated(
     with undoing() as undo:
         undo.append(RandomState.now((device,)).restore)
         undo.append(partial(drop_made, made_buffers(function)))
-        undo.append(partial(Attributes(function).put_back, caches=False))
+        attributes = Attributes(function)
+        undo.append(partial(attributes.put_back, caches=False))
+        attributes.lend()
         own = substituted([slot for slot in slots if id(slot[2]) in aliases], aliases)
         writes = _Writes(tensors.values() if new else ())
         undo.append(writes.put_back)

@@ -16,6 +16,7 @@ from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
 from rotor_profiling.attributes import Attributes, Change, drop_made, left_by, made_buffers, making, modules_of
+from rotor_profiling.contents import StandIns
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
@@ -161,11 +162,12 @@ class Surroundings:
             stack.enter_context(own_parametrizations())
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
             undo.append(Attributes(function).put_back)  # before the next lines set attributes
+            stand_ins: StandIns = {}
             for change in self.changes():
-                if change.overwritten:
-                    was, now = f"at version {change.version}", f"at version {change.value._version}"
-                    raise StageChangedError(self.name, f"{change.name} of a {type(change.module).__name__}", was, now)
-                change.restore_for_recompute()
+                for was, now in change.overwritten:
+                    what = f"{change.name} of a {type(change.module).__name__}"
+                    raise StageChangedError(self.name, what, f"at version {was}", f"at version {now}")
+                change.restore_for_recompute(stand_ins)
             if self.random is not None:
                 # After the recomputation, random streams continue from their present state.
                 undo.append(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
@@ -234,7 +236,7 @@ def recorded(
     left += _replaced(slots)
     if seen is not None:
         seen.note([*(slots[i][2] for i in moved), *_statistics(function)])
-    if named is not None and named.only_unchanged() and function not in _told_of:
+    if named is not None and named.drop_written() and function not in _told_of:
         _told_of.add(function)
         text = (
             "raise mem_limit, so that the plan stores stage %r: it writes to objects outside of the model or inside of "
