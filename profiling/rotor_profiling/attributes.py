@@ -43,7 +43,8 @@ _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 # For each module that has run, the names of attributes with a tensor or array that a run wrote to in place.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 leaving: WeakSet[Any] = WeakSet()  # modules in whose attributes a run has put another floating-point tensor
-# Modules in which a run has made an attribute or a buffer that a later run changes, such as a generator or a counter.
+# Modules in which a run has made an attribute, a buffer or the like that a later run changes, such as a generator or a
+# counter, or for which it drew random numbers.
 # Measuring keeps nothing that such modules make: the first forward in training makes all of it again.
 making: WeakSet[nn.Module] = WeakSet()
 
@@ -147,17 +148,41 @@ class Attributes:
                 change.put_back()
 
 
-def made_buffers(function: Callable[..., Any]) -> Callable[[], list[tuple[nn.Module, str]]]:
-    """Return a function that lists the buffers that runs since now have made."""
-    before = [(module, set(module._buffers)) for module in modules_of(function)]
-    return lambda: [(module, name) for module, names in before for name in module._buffers.keys() - names]
+_REGISTERED = ("_buffers", "_parameters", "_modules")
+Made = list[tuple[nn.Module, Table, str, bool]]  # a module, its dict that got a value, the name, and whether it is new
 
 
-def drop_made(made: Callable[[], list[tuple[nn.Module, str]]]) -> None:
-    """Remove the buffers of `made_buffers` that are in modules that make what later runs change (`making`)."""
-    for module, name in made():
+def made_by(function: Callable[..., Any]) -> Callable[[], Made]:
+    """Return a function that lists the buffers, parameters and submodules that runs since now have made."""
+    before = [
+        (module, vars(module)[table], dict(vars(module)[table]))
+        for module in modules_of(function)
+        for table in _REGISTERED
+    ]
+    return lambda: [
+        (module, table, name, name not in had)
+        for module, table, had in before
+        for name in sorted(_names(table) - _names(had))
+    ]
+
+
+def makers(function: Callable[..., Any]) -> Callable[[], set[nn.Module]]:
+    """Return a function that returns the modules in which runs since now have made attributes, buffers or the like."""
+    registered, before = made_by(function), [(module, _names(vars(module))) for module in modules_of(function)]
+    return lambda: {each[0] for each in registered()} | {each for each, names in before if _names(vars(each)) - names}
+
+
+def _names(table: Table) -> set[str]:
+    return {name for name, value in table.items() if value is not None}
+
+
+def drop_made(made: Callable[[], Made]) -> None:
+    """Remove what `made_by` lists in modules that make what later runs change, or that draw to make it (`making`)."""
+    for module, table, name, new in made():
         if module in making:
-            del module._buffers[name]
+            table[name] = None  # registered without a value, if it was
+            if new:
+                del table[name]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
-from rotor_profiling.attributes import Attributes, Change, drop_made, left_by, made_buffers, making, modules_of
+from rotor_profiling.attributes import Attributes, Change, drop_made, left_by, made_by, making, modules_of
 from rotor_profiling.contents import StandIns
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
 from rotor_profiling.storage import equal, local, wait_for
@@ -387,14 +387,14 @@ def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
 
 
 @contextmanager
-def made_buffers_dropped(model: nn.Module) -> Iterator[None]:
-    """On exit, remove the buffers that a forward made in this context, if a later forward changed one of its module."""
-    made = made_buffers(model)
+def made_dropped(model: nn.Module) -> Iterator[None]:
+    """On exit, remove what forwards in this context made in modules of `making`, or of which they changed a buffer."""
+    made = made_by(model)
     try:
         yield
     finally:
         moving = {id(tensor) for function in list(_moving) for tensor in moving_buffers(function)}
-        making.update(module for module, name in made() if id(module._buffers[name]) in moving)
+        making.update(module for module, table, name, _ in made() if id(table[name]) in moving)
         drop_made(made)
         for function in [each for each in _moving if not making.isdisjoint(modules_of(each))]:
             del _moving[function]  # it has indices of buffers that are gone
