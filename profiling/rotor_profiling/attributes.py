@@ -22,6 +22,7 @@ from rotor_profiling.contents import (
     TABLES,
     Contents,
     StandIns,
+    advanced,
     contents_of,
     copies_of,
     fill,
@@ -42,6 +43,8 @@ from rotor_solver.described_error import InvalidStateError
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 # For each module that has run, the names of attributes with a tensor or array that a run wrote to in place.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+# For each module that has run, the names of attributes with a generator that a run advanced.
+_advancing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 leaving: WeakSet[Any] = WeakSet()  # modules in whose attributes a run has put another floating-point tensor
 # Modules in which a run has made an attribute, a buffer or the like that a later run changes, such as a generator or a
 # counter, or for which it drew random numbers.
@@ -201,6 +204,12 @@ def sets_attributes(function: Callable[..., Any]) -> bool:
     return any(_changing.get(module) for module in modules_of(function, but=HasKind))
 
 
+def advanced_generators(model: nn.Module) -> list[str]:
+    """Return the names of attributes with a generator that runs have advanced: nobody can set it back."""
+    found = [(name, each) for name, module in model.named_modules() for each in sorted(_advancing.get(module, ()))]
+    return [f"{name}.{each}" if name else each for name, each in found]
+
+
 def kept_bytes(function: Callable[..., Any]) -> int:
     """Return the bytes of the former tensors in changing attributes, which a recomputation of `function` needs."""
     modules = modules_of(function, but=HasKind)
@@ -300,6 +309,8 @@ def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator
                 raise InvalidStateError(message, kind="attribute_changed", name=change.name)
         if left_by([change]):
             leaving.add(module)
+        if advanced(change.contents):
+            _advancing.setdefault(module, set()).add(change.name)
         yield change
 
 

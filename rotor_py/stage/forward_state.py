@@ -238,10 +238,8 @@ def recorded(
         seen.note([*(slots[i][2] for i in moved), *_statistics(function)])
     if named is not None and named.drop_written() and function not in _told_of:
         _told_of.add(function)
-        text = (
-            "raise mem_limit, so that the plan stores stage %r: it writes to objects outside of the model or inside of "
-        )
-        text += "attributes; when recomputed, it writes again, and tensors there have no gradient"
+        text = "raise mem_limit, so that the plan stores stage %r: it puts tensors into objects outside of the model; "
+        text += "when recomputed, it puts others there, and these have no gradient"
         _log.warning(text, name, extra=record_fields("writes_elsewhere", name=name))
     result.append(Surroundings(name, autocast, state, buffers, decided[0], drawn[0], changes, world, seen, named))
 

@@ -89,8 +89,13 @@ def named_objects(function: Callable[..., Any]) -> list[Any]:
 
 def locations_of(function: Callable[..., Any]) -> list[Location]:
     """Return a `Location` for each global, closure variable and attribute that the code of `function` refers to."""
-    fixed = type | ModuleType
-    return [found for value, found in _walk(function) if found not in (None, _FIELD) and not isinstance(value, fixed)]
+    locations = []
+    for value, found in _walk(function):
+        if isinstance(value, FunctionType) and (vars(value) or value.__defaults__ or value.__kwdefaults__):
+            locations.append(Location.of(value))
+        if found not in (None, _FIELD) and not isinstance(value, type | ModuleType):
+            locations.append(found)
+    return locations
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -136,7 +141,7 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
                 yield each, None  # without a location: `rotor_profiling.attributes` restores it
             elif isinstance(each, dict):
                 yield from ((inner, None) for inner in each.values() if not isinstance(inner, torch.Tensor))
-        yield from ((each, Location.of(each)) for each in _methods(type(value)))
+        yield from ((each, None) for each in _methods(type(value)))
         yield from _values_of_class(type(value))
     elif isinstance(value, FunctionType):
         if not is_library(value.__module__):
@@ -152,8 +157,8 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
         yield from ((each, None) for each in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, type):
         yield from _values_of_class(value)
-    elif kind_of(type(value)) == "container" and len(value) <= _LONGEST:
-        yield from ((each, None) for each in items_of(value))
+    elif (type(value) is tuple or kind_of(type(value)) == "container") and len(value) <= _LONGEST:
+        yield from ((each, None) for each in (value if type(value) is tuple else items_of(value)))
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
