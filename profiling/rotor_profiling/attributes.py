@@ -52,6 +52,7 @@ leaving: WeakSet[Any] = WeakSet()  # modules in whose attributes a run has put a
 making: WeakSet[nn.Module] = WeakSet()
 
 Table = dict[str, Any]
+_NUMBERS = frozenset({bool, int, float, str, type(None)})  # asked first, which saves time in every run
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +289,9 @@ def _before(module: nn.Module, seen: set[int]) -> tuple[Table, list[Change]]:
     inside = [
         Change(module, name, value, contents)
         for name, value in values.items()
-        if kind_of(type(value)) is not None
-        and name not in TABLES
+        if name not in TABLES
+        and type(value) not in _NUMBERS
+        and kind_of(type(value)) is not None
         and (contents := contents_of(value, seen, copies=wrote is None or name in wrote))
     ]
     return values, inside
