@@ -8,80 +8,90 @@ from __future__ import annotations
 
 import operator
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
-from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
+from rotor_profiling.contents import (
+    MISSING,
+    TABLES,
+    Contents,
+    StandIns,
+    advanced,
+    contents_of,
+    copies_of,
+    fill,
+    items_of,
+    iterators_of,
+    kind_of,
+    tensors_held,
+    unchanged,
+    without_copies,
+    write_back,
+    written,
+)
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import storage_bytes, storages, tensors_in
 from rotor_solver.described_error import InvalidStateError
 
-_TABLES = frozenset(vars(nn.Module()))
-# Classes of containers whose contents are restored. A subclass may refuse `clear`, as model outputs of transformers do.
-CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
-_MISSING = object()
-
 # For each module that has run, the names of attributes that a run changed and that were neither missing nor None.
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-# For each module that has run, the names of attributes with a tensor that a run wrote to in place.
+# For each module that has run, the names of attributes with a tensor or array that a run wrote to in place.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+# For each module that has run, the names of attributes with a generator that a run advanced.
+_advancing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 leaving: WeakSet[Any] = WeakSet()  # modules in whose attributes a run has put another floating-point tensor
-# Modules in which a run has made an attribute or a buffer that a later run changes, such as a generator or a counter.
+# Modules in which a run has made an attribute, a buffer or the like that a later run changes, such as a generator or a
+# counter, or for which it drew random numbers.
 # Measuring keeps nothing that such modules make: the first forward in training makes all of it again.
 making: WeakSet[nn.Module] = WeakSet()
 
-Contents = list[tuple[Any, Any]]  # Pairs of a container and a shallow copy of it
 Table = dict[str, Any]
+_NUMBERS = frozenset({bool, int, float, str, type(None)})  # asked first, which saves time in every run
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute that a run changed, and its `value` before the run; `_MISSING` if it did not exist.
-
-    Of a tensor, `version` is the version counter before the run, and `values` a copy made before the run, if any.
-    `contents` has copies of a container, and of containers inside it, made before the run.
-    """
+    """An attribute that a run changed: its `value` before the run, `MISSING` if it did not exist, and the contents."""
 
     module: nn.Module
     name: str
     value: Any
-    values: torch.Tensor | None
     contents: Contents
-    version: int | None = None
 
     @property
-    def overwritten(self) -> bool:
-        """Whether the former values of a tensor are lost: a run wrote to it, and no copy had been made."""
-        return self.values is None and self.version is not None and self.value._version != self.version
+    def overwritten(self) -> Iterator[tuple[int, int]]:
+        """Yield the versions, then and now, of each tensor whose former values are lost, since there is no copy."""
+        for each, content in self.contents:
+            if isinstance(each, torch.Tensor) and content.copy is None and each._version != content.version:
+                yield content.version, each._version
 
-    def restore_for_recompute(self) -> None:
-        """Restore the attribute for a recomputation, which may overwrite a tensor's values: so clone their copy."""
-        self._set(self.value if self.values is None else self.values.clone())
+    def restore_for_recompute(self, stand_ins: StandIns) -> None:
+        """Restore the attribute for a recomputation, with `stand_ins` for what it may write to or advance."""
+        self._set(copies_of(self.contents, stand_ins))
 
     def put_back(self) -> None:
         """Restore the object that the attribute had before the run, with its contents and values of that time."""
-        if self.values is not None:
-            # A write to `data` does not raise the version counter, which autograd compares in its backward.
-            self.value.data.copy_(self.values)
-        self._set(self.value)
+        write_back(self.contents)
+        self._set(iterators_of(self.contents, {}))
 
-    def _set(self, value: Any) -> None:
+    def lend(self, stand_ins: StandIns) -> None:
+        """Give the next run other iterators in the same state, until `put_back`."""
+        if iterators_of(self.contents, stand_ins, moved=False):
+            self._set(stand_ins)
+
+    def _set(self, stand_ins: StandIns) -> None:
         # Not `setattr`, which a class may override.
-        if value is _MISSING:
+        if self.value is MISSING:
             vars(self.module).pop(self.name, None)
         else:
-            vars(self.module)[self.name] = value
-        for container, content in self.contents:
-            if not as_it_was(container, content):
-                fill(container, content)
+            vars(self.module)[self.name] = stand_ins.get(id(self.value), self.value)
+        fill(self.contents, stand_ins)
 
 
 class Attributes:
@@ -91,14 +101,24 @@ class Attributes:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._before = [(module, *_before(module)) for module in modules_of(function, but=HasKind)]
+        modules = modules_of(function, but=HasKind)
+        seen = set(map(id, modules))
+        self._before = [(module, *_before(module, seen)) for module in modules]
 
     def values(self) -> Iterator[Any]:
-        """Yield the values in the snapshot, and the items of containers."""
+        """Yield the values in the snapshot, and what is inside of them."""
         for _, values, inside in self._before:
             yield from values.values()
             for change in inside:
-                yield from (item for _, copy in change.contents for item in _items(copy))
+                yield from (item for _, content in change.contents for item in items_of(content))
+
+    def lend(self) -> Attributes:
+        """Give the next runs copies of the iterators, until `put_back`, so that runs do not advance the user's."""
+        stand_ins: StandIns = {}
+        for _, _, inside in self._before:
+            for change in inside:
+                change.lend(stand_ins)
+        return self
 
     def changes(self) -> list[Change]:
         """Return the changes since the snapshot.
@@ -112,13 +132,9 @@ class Attributes:
 
         Frees copies of tensors that no run since the snapshot wrote to. Raises RuntimeError like `changes`.
         """
-        left += left_by(changes := self.changes())
-        written = {(change.module, change.name) for change in changes if change.values is not None}
-        before = [
-            (module, values, [each if (module, each.name) in written else _uncopied(each) for each in inside])
-            for module, values, inside in self._before
-        ]
-        return lambda: [change for each in before for change, _ in _differences(*each)]
+        left += left_by(self.changes())
+        before = [(module, values, list(map(_uncopied, inside))) for module, values, inside in self._before]
+        return lambda: [change for each in before for change in _differences(*each)]
 
     def put_back(self, *, caches: bool = True) -> None:
         """Restore all attributes to the snapshot.
@@ -126,7 +142,7 @@ class Attributes:
         With `caches=False`, keeps caches: attributes that were missing or None, in modules that are not in `making`.
         """
         changes = self.changes()
-        made = {id(change) for change in changes if change.value is None or change.value is _MISSING}
+        made = {id(change) for change in changes if change.value is None or change.value is MISSING}
         for change in changes:
             moving = change.name in _changing[change.module] | _written[change.module]
             if id(change) in made and (moving or _may_advance(vars(change.module).get(change.name))):
@@ -136,17 +152,41 @@ class Attributes:
                 change.put_back()
 
 
-def made_buffers(function: Callable[..., Any]) -> Callable[[], list[tuple[nn.Module, str]]]:
-    """Return a function that lists the buffers that runs since now have made."""
-    before = [(module, set(module._buffers)) for module in modules_of(function)]
-    return lambda: [(module, name) for module, names in before for name in module._buffers.keys() - names]
+_REGISTERED = ("_buffers", "_parameters", "_modules")
+Made = list[tuple[nn.Module, Table, str, bool]]  # a module, its dict that got a value, the name, and whether it is new
 
 
-def drop_made(made: Callable[[], list[tuple[nn.Module, str]]]) -> None:
-    """Remove the buffers of `made_buffers` that are in modules that make what later runs change (`making`)."""
-    for module, name in made():
+def made_by(function: Callable[..., Any]) -> Callable[[], Made]:
+    """Return a function that lists the buffers, parameters and submodules that runs since now have made."""
+    before = [
+        (module, vars(module)[table], dict(vars(module)[table]))
+        for module in modules_of(function)
+        for table in _REGISTERED
+    ]
+    return lambda: [
+        (module, table, name, name not in had)
+        for module, table, had in before
+        for name in sorted(_names(table) - _names(had))
+    ]
+
+
+def makers(function: Callable[..., Any]) -> Callable[[], set[nn.Module]]:
+    """Return a function that returns the modules in which runs since now have made attributes, buffers or the like."""
+    registered, before = made_by(function), [(module, _names(vars(module))) for module in modules_of(function)]
+    return lambda: {each[0] for each in registered()} | {each for each, names in before if _names(vars(each)) - names}
+
+
+def _names(table: Table) -> set[str]:
+    return {name for name, value in table.items() if value is not None}
+
+
+def drop_made(made: Callable[[], Made]) -> None:
+    """Remove what `made_by` lists in modules that make what later runs change, or that draw to make it (`making`)."""
+    for module, table, name, new in made():
         if module in making:
-            del module._buffers[name]
+            table[name] = None  # registered without a value, if it was
+            if new:
+                del table[name]
 
 
 @contextmanager
@@ -154,6 +194,7 @@ def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Ite
     """Restore the attributes of `function`'s modules when the context exits. `caches`: see `Attributes.put_back`."""
     before = Attributes(function)
     try:
+        before.lend()
         yield
     finally:
         before.put_back(caches=caches)
@@ -164,13 +205,19 @@ def sets_attributes(function: Callable[..., Any]) -> bool:
     return any(_changing.get(module) for module in modules_of(function, but=HasKind))
 
 
+def advanced_generators(model: nn.Module) -> list[str]:
+    """Return the names of attributes with a generator that runs have advanced: nobody can set it back."""
+    found = [(name, each) for name, module in model.named_modules() for each in sorted(_advancing.get(module, ()))]
+    return [f"{name}.{each}" if name else each for name, each in found]
+
+
 def kept_bytes(function: Callable[..., Any]) -> int:
     """Return the bytes of the former tensors in changing attributes, which a recomputation of `function` needs."""
     modules = modules_of(function, but=HasKind)
     owned = _owned(modules)
     return sum(
         (1 + (name in _written[module]))  # if a run writes to the tensor, the recomputation writes to a second copy
-        * storage_bytes(tensors_in(vars(module).get(name)), owned)
+        * storage_bytes(tensors_held(vars(module).get(name)), owned)
         for module in modules
         for name in _changing.get(module, ())
     )
@@ -182,7 +229,7 @@ def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
     changing = [(module, name) for module in modules for name in _changing.get(module, ())]
     names = [(module, name) for module, name in changing if name not in _written[module]]
     owned = _owned(modules).keys() if names else set()
-    tensors = [each for module, name in names for each in tensors_in(vars(module).get(name))]
+    tensors = [each for module, name in names for each in tensors_held(vars(module).get(name))]
     return [each for each in tensors if owned.isdisjoint(storages([each]))]
 
 
@@ -206,21 +253,18 @@ def left_by(changes: Iterable[Change]) -> list[torch.Tensor]:
 
 
 def _floating_now(change: Change) -> list[torch.Tensor]:
-    value = vars(change.module).get(change.name)
-    return _floating(value, list(contents_of(value, set())) if type(value) in CONTAINERS else [])
+    return _floating(vars(change.module).get(change.name))
 
 
-def _floating(value: Any, contents: Contents) -> list[torch.Tensor]:
-    items = (
-        [item for _, copy in contents for item in _items(copy) if type(item) not in CONTAINERS] if contents else value
-    )
-    return [tensor for tensor in tensors_in(items) if tensor.is_floating_point() or tensor.is_complex()]
+def _floating(value: Any, contents: Contents | None = None) -> list[torch.Tensor]:
+    held = tensors_held(value, contents)
+    return [tensor for tensor in held if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _may_advance(value: Any) -> bool:
     """Whether a value is, or has, a generator, an iterator, or an object without tensors, which runs may change."""
-    if type(value) in CONTAINERS:
-        return any(map(_may_advance, _items(value)))
+    if kind_of(type(value)) == "container":
+        return any(map(_may_advance, items_of(value)))
     if isinstance(value, torch.Generator | random.Random | Iterator) or "numpy.random" in type(value).__module__:
         return True
     return hasattr(value, "__dict__") and not callable(value) and not tensors_in(value)
@@ -239,81 +283,54 @@ def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list
     return list(found)
 
 
-def _before(module: nn.Module) -> tuple[Table, list[Change]]:
-    """Return a module's attributes, and a `Change` for each container or tensor, which a run may change in place."""
-    values = dict(vars(module))
-    inside, written = [], _written.get(module)
-    for name, value in values.items():
-        if name in _TABLES:
-            continue
-        if type(value) in CONTAINERS:
-            inside.append(Change(module, name, value, None, list(contents_of(value, set()))))
-        elif isinstance(value, torch.Tensor) and not value.requires_grad:
-            kept = value.clone() if written is None or name in written else None
-            inside.append(Change(module, name, value, kept, [], value._version))
+def _before(module: nn.Module, seen: set[int]) -> tuple[Table, list[Change]]:
+    """Return a module's attributes, and a `Change` for each whose contents a run may change in place."""
+    values, wrote = dict(vars(module)), _written.get(module)
+    inside = [
+        Change(module, name, value, contents)
+        for name, value in values.items()
+        if name not in TABLES
+        and type(value) not in _NUMBERS
+        and kind_of(type(value)) is not None
+        and (contents := contents_of(value, seen, copies=wrote is None or name in wrote))
+    ]
     return values, inside
 
 
 def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[Change]:
     """Yield the changes that a run made, and record their names in `_changing` and `_written`."""
-    changing, written = _changing.setdefault(module, set()), _written.setdefault(module, set())
-    for change, wrote in _differences(module, values, inside):
-        if change.value is not None and change.value is not _MISSING:
+    changing, wrote = _changing.setdefault(module, set()), _written.setdefault(module, set())
+    for change in _differences(module, values, inside):
+        if change.value is not None and change.value is not MISSING:
             changing.add(change.name)
-        if wrote:
-            written.add(change.name)
-            if change.values is None:
+        if written(change.contents):
+            wrote.add(change.name)
+            if any(change.overwritten):
                 what = f"the attribute {change.name!r} of {type(module).__name__}"
                 message = f"run the step once more: a forward wrote to {what}, which no earlier forward had changed"
                 raise InvalidStateError(message, kind="attribute_changed", name=change.name)
-        elif _floating_now(change):
+        if left_by([change]):
             leaving.add(module)
+        if advanced(change.contents):
+            _advancing.setdefault(module, set()).add(change.name)
         yield change
 
 
-def _differences(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[tuple[Change, bool]]:
-    """Yield each changed attribute, and whether the run wrote to its tensor in place."""
+def _differences(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[Change]:
+    """Yield each changed attribute."""
     now = vars(module)
     if now.keys() == values.keys() and all(map(operator.is_, now.values(), values.values())):  # true for most modules
         changed = set()
     else:
-        names = (now.keys() | values.keys()) - _TABLES
-        changed = {name for name in names if now.get(name, _MISSING) is not values.get(name, _MISSING)}
+        names = (now.keys() | values.keys()) - TABLES
+        changed = {name for name in names if now.get(name, MISSING) is not values.get(name, MISSING)}
     for before in inside:
-        wrote = before.version is not None and before.value._version != before.version
-        if before.name in changed or wrote or not all(starmap(as_it_was, before.contents)):
+        if before.name in changed or not unchanged(before.contents):
             changed.discard(before.name)
-            yield (before if wrote else _uncopied(before)), wrote
+            yield _uncopied(before)
     for name in changed:
-        yield Change(module, name, values.get(name, _MISSING), None, []), False
+        yield Change(module, name, values.get(name, MISSING), [])
 
 
 def _uncopied(change: Change) -> Change:
-    return change if change.values is None else replace(change, values=None)
-
-
-def contents_of(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    seen.add(id(container))
-    yield container, copy(container)
-    for each in _items(container):
-        if type(each) in CONTAINERS and id(each) not in seen:
-            yield from contents_of(each, seen)
-
-
-def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
-
-
-def as_it_was(container: Any, content: Any) -> bool:
-    if len(container) != len(content):
-        return False
-    if isinstance(container, set):
-        return bool(container == content)
-    if isinstance(container, dict):
-        return all(key in content and each is content[key] for key, each in container.items())
-    return all(map(operator.is_, container, content))
-
-
-def fill(container: Any, content: Any) -> None:
-    container.clear()
-    container.update(content) if isinstance(container, dict | set) else container.extend(content)
+    return replace(change, contents=without_copies(change.contents))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rotor_profiling.attributes import Attributes, drop_made, made_buffers, modules_of
+from rotor_profiling.attributes import Attributes, drop_made, made_by, modules_of
 from rotor_profiling.storage import equal, storages, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, parametrize, unset_fake_temporarily
 
@@ -195,8 +195,10 @@ def isolated(
     copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
     with undoing() as undo:
         undo.append(RandomState.now((device,)).restore)
-        undo.append(partial(drop_made, made_buffers(function)))
-        undo.append(partial(Attributes(function).put_back, caches=False))
+        undo.append(partial(drop_made, made_by(function)))
+        attributes = Attributes(function)
+        undo.append(partial(attributes.put_back, caches=False))
+        attributes.lend()
         own = substituted([slot for slot in slots if id(slot[2]) in aliases], aliases)
         writes = _Writes(tensors.values() if new else ())
         undo.append(writes.put_back)

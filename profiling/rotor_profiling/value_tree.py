@@ -41,15 +41,21 @@ def parts_of(value: Any) -> dict[str, Any] | None:
         return None
     if kind.__module__.partition(".")[0] == "torch" and not isinstance(value, _CONTAINERS):
         return None  # torch's own objects, such as graph nodes, refer to much of torch
-    found: dict[str, Any] = {}
-    with suppress(AttributeError):  # not `vars` and `getattr`, which a class may override
-        found.update(object.__getattribute__(value, "__dict__"))
-    for name in _slots(kind):
-        with suppress(AttributeError):
-            found[name] = object.__getattribute__(value, name)
+    found = fields_of(value)
     if isinstance(value, _CONTAINERS):
         found[_ITEMS] = dict(value) if isinstance(value, dict) else list(value)
     return found or None
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the attributes in the `__dict__` and the slots of an object."""
+    found: dict[str, Any] = {}
+    with suppress(AttributeError):  # not `vars` and `getattr`, which a class may override
+        found.update(object.__getattribute__(value, "__dict__"))
+    for name in _slots(type(value)):
+        with suppress(AttributeError):
+            found[name] = object.__getattribute__(value, name)
+    return found
 
 
 def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:

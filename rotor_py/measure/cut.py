@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, memory_meter, storage_bytes, storages, tensors_in
+from rotor_profiling.attributes import makers, making
 from rotor_profiling.backends import stopwatch
-from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.isolate import RandomState, trained_parameters
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
@@ -27,6 +28,7 @@ from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.error_context import During
 from rotor_py.stage.first_run import hooks_on_all_modules
 from rotor_py.stage.protocol import is_called_plainly
+from rotor_py.stage.replayed_routing import streams_kept, streams_of
 
 _log = logging.getLogger("rotor_py")
 Layer = tuple[str, nn.Module]
@@ -173,18 +175,25 @@ def _run(
     name: str, module: nn.Module, value: Any, device: torch.device, sharding: Sharding
 ) -> tuple[Any, set[int], bool]:
     """Return a layer's output, the addresses of inputs that it wrote to, and whether outputs are views of inputs."""
-    inputs = tensors_in(value)
+    inputs, streams, drawn = tensors_in(value), streams_of(module), list[Any]()
     before = [tensor._version for tensor in inputs]
+
+    def drawn_so_far() -> Any:
+        return RandomState.now((device,)), [stream.state() for stream in streams]
 
     def run(value: Any) -> Any:
         with (
             During("first run before measuring", name),
             gathered(module, sharding),
+            streams_kept(module),
             isolated(module, device, watch=True),
         ):
             output = module(value)
+            drawn.append(drawn_so_far())
             wait_for(output)
             return output
+
+    made, start = makers(module), drawn_so_far()
 
     output = None
     with suppress(RuntimeError), torch.no_grad():
@@ -194,6 +203,11 @@ def _run(
             tensor.requires_grad_(tensor.is_floating_point())
         with torch.enable_grad():
             output = run(enter_graph(torch.empty(0, requires_grad=True), value))
+    if (new := made()) and drawn[-1] != start:
+        # The next run makes nothing: if it draws less, the first drew to make something, and so must the first step.
+        with suppress(RuntimeError), torch.no_grad():
+            run(value)
+        making.update(new if drawn[-1] != drawn[0] else ())
     if not (outputs := tensors_in(output)):
         text = f"let layer {name!r} return a tensor: it returned none, so no gradient would reach it"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)

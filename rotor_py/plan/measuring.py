@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rotor_profiling import torch_compat
+from rotor_profiling.attributes import advanced_generators
 from rotor_profiling.backends import allocate_workspaces, prediction
 from rotor_profiling.isolate import undoing
 from rotor_profiling.step import give_way
@@ -86,6 +87,16 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
     )
 
 
+def _tell_of_generators(model: torch.nn.Module) -> None:
+    for name in advanced_generators(model):
+        _log.warning(
+            "replace the generator in %r by an iterator that can be copied, such as itertools.count: measuring has "
+            "advanced it, and recomputing its stage does, too",
+            name,
+            extra=record_fields("writes_elsewhere", name=name),
+        )
+
+
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
     """Cut the model into stages, measure these on `value`, and return the plan, which has no sequence yet."""
     settings, core = model.settings, model.core
@@ -139,6 +150,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         ways, sample = source.measure(value, device, options, whole)
     plain = ways[-1]
     _tell_of_unrepeatable(plain.measurement)
+    _tell_of_generators(core)
     plan = StepPlan(
         source,
         plain.measurement,

@@ -35,7 +35,7 @@ from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.step_spec import covers, describe, reaches, spec_of
 from rotor_py.stage.first_run import counters_aside
-from rotor_py.stage.forward_state import made_buffers_dropped
+from rotor_py.stage.forward_state import made_dropped
 from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -217,7 +217,7 @@ class LayerSource(SequenceExecutor):
                 operators(),
                 attributes_kept(self._model, caches=False),
                 counters_aside(),
-                made_buffers_dropped(self._model),
+                made_dropped(self._model),
             ):
                 found = cut(self._model, value, device)
                 measurement = measure(found, value, device, options, parts)

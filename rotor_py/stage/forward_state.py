@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
-from rotor_profiling.attributes import Attributes, Change, drop_made, left_by, made_buffers, making, modules_of
+from rotor_profiling.attributes import Attributes, Change, drop_made, left_by, made_by, making, modules_of
+from rotor_profiling.contents import StandIns
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
@@ -164,11 +165,12 @@ class Surroundings:
             stack.enter_context(own_parametrizations())
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
             undo.append(Attributes(function).put_back)  # before the next lines set attributes
+            stand_ins: StandIns = {}
             for change in self.changes():
-                if change.overwritten:
-                    was, now = f"at version {change.version}", f"at version {change.value._version}"
-                    raise StageChangedError(self.name, f"{change.name} of a {type(change.module).__name__}", was, now)
-                change.restore_for_recompute()
+                for was, now in change.overwritten:
+                    what = f"{change.name} of a {type(change.module).__name__}"
+                    raise StageChangedError(self.name, what, f"at version {was}", f"at version {now}")
+                change.restore_for_recompute(stand_ins)
             if self.random is not None:
                 # After the recomputation, random streams continue from their present state.
                 undo.append(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
@@ -237,12 +239,10 @@ def recorded(
     left += _replaced(slots.values())
     if seen is not None:
         seen.note([*(slots[i][2] for i in moved), *_statistics(function)])
-    if named is not None and named.only_unchanged() and function not in _told_of:
+    if named is not None and named.drop_written() and function not in _told_of:
         _told_of.add(function)
-        text = (
-            "raise mem_limit, so that the plan stores stage %r: it writes to objects outside of the model or inside of "
-        )
-        text += "attributes; when recomputed, it writes again, and tensors there have no gradient"
+        text = "raise mem_limit, so that the plan stores stage %r: it puts tensors into objects outside of the model; "
+        text += "when recomputed, it puts others there, and these have no gradient"
         _log.warning(text, name, extra=record_fields("writes_elsewhere", name=name))
     result.append(Surroundings(name, autocast, state, buffers, decided[0], drawn[0], changes, world, seen, named))
 
@@ -393,14 +393,14 @@ def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
 
 
 @contextmanager
-def made_buffers_dropped(model: nn.Module) -> Iterator[None]:
-    """On exit, remove the buffers that a forward made in this context, if a later forward changed one of its module."""
-    made = made_buffers(model)
+def made_dropped(model: nn.Module) -> Iterator[None]:
+    """On exit, remove what forwards in this context made in modules of `making`, or of which they changed a buffer."""
+    made = made_by(model)
     try:
         yield
     finally:
         moving = {id(tensor) for function in list(_moving) for tensor in moving_buffers(function)}
-        making.update(module for module, name in made() if id(module._buffers[name]) in moving)
+        making.update(module for module, table, name, _ in made() if id(table[name]) in moving)
         drop_made(made)
         for function in [each for each in _moving if not making.isdisjoint(modules_of(each))]:
             del _moving[function]  # it has indices of buffers that are gone

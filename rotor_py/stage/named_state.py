@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import nn
 
-from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents_of, fill
+from rotor_profiling.contents import (
+    MISSING,
+    TABLES,
+    Contents,
+    StandIns,
+    contents_of,
+    fill,
+    is_library,
+    is_object,
+    items_of,
+    iterators_of,
+    kind_of,
+    tensors_held,
+    unchanged,
+    write_back,
+)
 from rotor_profiling.isolate import undoing
 from rotor_profiling.stage.stage_signature import HasKind
+from rotor_profiling.value_tree import fields_of
 
-_LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # Maximum number of objects to search. A guess: a large model has some ten thousand. Further objects are not restored.
 _MOST = 100_000
 # Maximum length of containers to search. A guess: hooks append fewer items in a step, and longer containers hold data.
 _LONGEST = 10_000
 _FLAGS = (bool, int, float, str, type(None))
-_MISSING = object()
-_TABLES = frozenset(vars(nn.Module()))
 
 
 class Location(NamedTuple):
@@ -36,21 +47,17 @@ class Location(NamedTuple):
 
     @classmethod
     def in_namespace(cls, namespace: dict[str, Any], name: str) -> Location:
-        return cls(lambda: namespace.get(name, _MISSING), partial(namespace.__setitem__, name))
+        return cls(lambda: namespace.get(name, MISSING), partial(namespace.__setitem__, name))
 
     @classmethod
-    def in_attribute(cls, owner: Any, name: str) -> Location:
-        known = ref(owner)
-
-        def write(value: Any) -> None:
-            if (found := known()) is not None:
-                vars(found)[name] = value
-
-        return cls(lambda: _MISSING if (found := known()) is None else vars(found).get(name, _MISSING), write)
+    def of(cls, function: FunctionType) -> Location:
+        """Return a location whose value is a function, of which only attributes and default arguments may change."""
+        known = ref(function)
+        return cls(lambda: known() or MISSING, lambda value: None)
 
     @classmethod
     def in_class(cls, owner: type, name: str) -> Location:
-        return cls(lambda: vars(owner).get(name, _MISSING), partial(setattr, owner, name))
+        return cls(lambda: vars(owner).get(name, MISSING), partial(setattr, owner, name))
 
     @classmethod
     def in_cell(cls, function: FunctionType, number: int) -> Location:
@@ -59,15 +66,18 @@ class Location(NamedTuple):
         def read() -> Any:
             found = known()
             try:
-                return _MISSING if found is None or not found.__closure__ else found.__closure__[number].cell_contents
+                return MISSING if found is None or not found.__closure__ else found.__closure__[number].cell_contents
             except ValueError:  # not filled yet
-                return _MISSING
+                return MISSING
 
         def write(value: Any) -> None:
             if (found := known()) is not None and found.__closure__:
                 found.__closure__[number].cell_contents = value
 
         return cls(read, write)
+
+
+_FIELD = Location(lambda: MISSING, lambda value: None)  # a field of an object, which is restored with the object
 
 
 def named_objects(function: Callable[..., Any]) -> list[Any]:
@@ -77,8 +87,13 @@ def named_objects(function: Callable[..., Any]) -> list[Any]:
 
 def locations_of(function: Callable[..., Any]) -> list[Location]:
     """Return a `Location` for each global, closure variable and attribute that the code of `function` refers to."""
-    fixed = type | ModuleType | nn.Module
-    return [found for value, found in _walk(function) if found is not None and not isinstance(value, fixed)]
+    locations = []
+    for value, found in _walk(function):
+        if isinstance(value, FunctionType) and (vars(value) or value.__defaults__ or value.__kwdefaults__):
+            locations.append(Location.of(value))
+        if found not in (None, _FIELD) and not isinstance(value, type | ModuleType):
+            locations.append(found)
+    return locations
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -109,7 +124,7 @@ def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Location | None]]
         if plain:
             continue
         seen.add(id(value))
-        if _is_object(value):
+        if is_object(type(value)):
             pending += ((*each, False) for each in _attributes(value) if opens)
         else:
             pending += ((*each, opens) for each in _named_by(value))
@@ -120,52 +135,52 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
         yield from ((each, None) for each in vars(value).values() if isinstance(each, torch.Generator))
     elif isinstance(value, nn.Module):
         for name, each in vars(value).items():
-            if name not in _TABLES:
+            if name not in TABLES:
                 yield each, None  # without a location: `rotor_profiling.attributes` restores it
             elif isinstance(each, dict):
                 yield from ((inner, None) for inner in each.values() if not isinstance(inner, torch.Tensor))
-        yield getattr(type(value), "forward", None), None
-        yield from _flags_of_class(type(value))
+        yield from ((each, None) for each in _methods(type(value)))
+        yield from _values_of_class(type(value))
     elif isinstance(value, FunctionType):
         if not is_library(value.__module__):
             yield from _of_code(value.__code__, value.__globals__)
             for number in range(len(value.__closure__ or ())):
                 location = Location.in_cell(value, number)
-                if (held := location.get()) is not _MISSING:
+                if (held := location.get()) is not MISSING:
                     yield held, location
             yield from ((each, None) for each in value.__defaults__ or ())
     elif isinstance(value, MethodType):
         yield from ((value.__self__, None), (value.__func__, None))
     elif isinstance(value, partial):
         yield from ((each, None) for each in (value.func, *value.args, *value.keywords.values()))
-    elif type(value) in CONTAINERS and len(value) <= _LONGEST:
-        yield from ((each, None) for each in (value.values() if isinstance(value, dict) else value))
+    elif isinstance(value, type):
+        yield from _values_of_class(value)
+    elif (type(value) is tuple or kind_of(type(value)) == "container") and len(value) <= _LONGEST:
+        yield from ((each, None) for each in (value if type(value) is tuple else items_of(value)))
 
 
-def _is_object(value: Any) -> bool:
-    """Whether a value is an instance of a class that the user's code defines."""
-    other = isinstance(value, type | ModuleType | torch.Tensor | nn.Module) or is_library(type(value).__module__)
-    return type(value) is SimpleNamespace or not other
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """Yield the `forward` of a class, and the methods of the user's that it names, also those that these name."""
+    names = ["forward"]
+    for name in names:
+        for each in kind.__mro__:
+            found = vars(each).get(name)
+            found = getattr(found, "__func__", None) or getattr(found, "fget", None) or getattr(found, "func", found)
+            if isinstance(found, FunctionType) and not is_library(found.__module__):
+                yield found
+                names += [other for other in _names_in(found.__code__) if other not in names]
 
 
 def _attributes(value: Any) -> Iterator[tuple[Any, Location | None]]:
-    try:
-        attributes = object.__getattribute__(value, "__dict__")  # a class may have a `__getattr__` of its own
-    except AttributeError:
-        attributes = None
-    for name, each in list(attributes.items()) if isinstance(attributes, dict) else ():
-        try:
-            yield each, Location.in_attribute(value, name)
-        except TypeError:  # objects of this class have no weak references
-            yield each, None
-    yield from _flags_of_class(type(value))
+    yield from ((each, _FIELD) for each in fields_of(value).values())
+    yield from _values_of_class(type(value))
 
 
-def _flags_of_class(kind: type) -> Iterator[tuple[Any, Location | None]]:
+def _values_of_class(kind: type) -> Iterator[tuple[Any, Location | None]]:
     for each in kind.__mro__:
         if not is_library(each.__module__):
             for name, value in vars(each).items():
-                if isinstance(value, _FLAGS) and not name.startswith("__"):
+                if not (name.startswith("__") or callable(value) or hasattr(value, "__get__")):
                     yield value, Location.in_class(each, name)
 
 
@@ -184,64 +199,75 @@ def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, L
             yield from _of_code(inner, namespace)
 
 
-@cache
-def is_library(name: str | None) -> bool:
-    """Whether a module belongs to Python, an installed library, or this project."""
-    if not isinstance(name, str):  # `__module__` of a class or function that is not written in Python
-        return True
-    first, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
-    known = first in sys.stdlib_module_names and first != "__main__"
-    return known or first.startswith("rotor_") or (isinstance(file, str) and file.startswith(_LIBRARY_FOLDERS))
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 class NamedState:
-    """The present values of `locations`, and copies of the contents of those that are lists, dicts or sets."""
+    """The present values of `locations`, and what they contain; `copies`: with copies of the values of tensors."""
 
     __slots__ = ("_before",)
 
-    def __init__(self, locations: Sequence[Location]) -> None:
+    def __init__(self, locations: Sequence[Location], *, copies: bool = False) -> None:
         self._before: list[tuple[Location, Any, Contents]] = []
+        seen: set[int] = set()
         for location in locations:
             value = location.get()
-            short = type(value) in CONTAINERS and len(value) <= _LONGEST
-            self._before.append((location, value, list(contents_of(value, set())) if short else []))
+            kind = kind_of(type(value))
+            opens = kind is not None and not (kind == "container" and len(value) > _LONGEST)
+            self._before.append((location, value, contents_of(value, seen, copies=copies) if opens else []))
 
     def without_tensors(self) -> NamedState:
-        """Drop the entries of containers with tensors, since copies would keep these alive; return this object."""
-        self._before = [each for each in self._before if not any(_has_tensors(copy) for _, copy in each[2])]
+        """Drop the entries of objects with tensors, since copies would keep these alive; return this object."""
+        self._before = [each for each in self._before if not (each[2] and tensors_held(each[1], each[2]))]
         return self
 
-    def only_unchanged(self) -> bool:
-        """Drop the locations whose values have changed since construction; return whether there were any."""
+    def drop_written(self) -> bool:
+        """Drop the locations whose values have changed and now have tensors; return whether there were any."""
         before = self._before
-        self._before = [each for each in before if not _changed(*each)]
+        self._before = [each for each in before if _stays(*each)]
         return len(self._before) < len(before)
 
     def now(self) -> NamedState:
         """Return the present state of the same locations."""
         return NamedState([location for location, _, _ in self._before])
 
+    def lend(self) -> None:
+        """Give the next runs copies of the iterators, until `put_back`, so that runs do not advance the user's."""
+        stand_ins: StandIns = {}
+        for _, _, contents in self._before:
+            iterators_of(contents, stand_ins, moved=False)
+        if stand_ins:
+            self._set(stand_ins)
+
     def put_back(self) -> None:
+        stand_ins: StandIns = {}
+        for _, _, contents in self._before:
+            write_back(contents)
+            iterators_of(contents, stand_ins)
+        self._set(stand_ins)
+
+    def _set(self, stand_ins: StandIns) -> None:
         for location, value, contents in self._before:
-            if value is not _MISSING and location.get() is not value:
+            value = stand_ins.get(id(value), value)
+            if value is not MISSING and location.get() is not value:
                 location.set(value)
-            for container, content in contents:
-                if not as_it_was(container, content):
-                    fill(container, content)
+            fill(contents, stand_ins)
 
 
-def _has_tensors(container: Any) -> bool:
-    values = container.values() if isinstance(container, dict) else container
-    return any(isinstance(each, torch.Tensor) for each in values)
-
-
-def _changed(location: Location, value: Any, contents: Contents) -> bool:
-    return location.get() is not value or not all(as_it_was(*each) for each in contents)
+def _stays(location: Location, value: Any, contents: Contents) -> bool:
+    now = location.get()
+    return (now is value and unchanged(contents)) or not tensors_held(now)
 
 
 @contextmanager
 def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
     """When the context exits, restore the globals and the like (`Location`) of `function` to their former values."""
+    before = NamedState(locations_of(function), copies=True)
     with undoing() as undo:
-        undo.append(NamedState(locations_of(function)).put_back)
+        undo.append(before.put_back)
+        before.lend()
         yield

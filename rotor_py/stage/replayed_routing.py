@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.contents import is_library
 from rotor_profiling.isolate import undoing
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
-from rotor_py.stage.named_state import is_library, named_objects
+from rotor_py.stage.named_state import named_objects
 from rotor_solver.watching import holding
 
 # Random streams besides PyTorch's RNG: Python's, NumPy's, and generators to which a model refers. Reading the states of

@@ -1,13 +1,17 @@
 """Layers that keep something in plain attributes train as without a plan; attributes are put back after any run."""
 
 import copy
+import functools
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,7 +27,7 @@ from rotor_solver import Backward, Loss, Sequence
 from tests.capture.steps import assert_same_step
 from tests.checkpointable.steps import CPU, Residual, planned_at, square, step_peak
 from tests.execute.sequences import everything_again
-from tests.fields import raises
+from tests.fields import logged, raises
 from tests.training.loop import Training, differences, planned
 from tests.training.test_concurrent import KINDS, made
 
@@ -289,13 +293,11 @@ def test_a_stage_that_decides_nothing_is_not_watched_again() -> None:
 
 
 def test_a_stage_that_comes_to_another_decision_is_refused() -> None:
-    class Turning(nn.Linear):
-        runs = 0
+    turns = (name for name in ("argmax", "argmin"))  # a recomputation cannot turn a generator back
 
+    class Turning(nn.Linear):
         def forward(self, value: torch.Tensor) -> torch.Tensor:
-            Turning.runs += 1
-            kept = value.argmax(-1) if Turning.runs == 1 else value.argmin(-1)
-            return super().forward(value) + kept[:, None]
+            return super().forward(value) + getattr(value, next(turns))(-1)[:, None]
 
     runner, value = StageRunner(Turning(EXPERTS, EXPERTS), "layer"), torch.randn(3, EXPERTS)
     _, surroundings = runner.first(value)
@@ -373,7 +375,7 @@ def test_a_recomputation_finds_everything_as_the_run_before_it_found_it() -> Non
     for _ in range(2):  # as often as it is recomputed
         with attributes_kept(layer):
             for change in changes:
-                change.restore_for_recompute()
+                change.restore_for_recompute({})
             assert torch.equal(layer(torch.ones(2)), first)
             assert present(layer) == after
         assert present(layer) == after
@@ -424,3 +426,118 @@ def test_a_tensor_that_is_written_to_for_the_first_time_is_refused_once() -> Non
     (change,) = [each for each in run().changes() if each.name == "total"]
     change.put_back()
     assert layer.total.item() == 1
+
+
+CALLS = {"n": 0}
+
+
+class Slots:
+    __slots__ = ("inner", "n")
+
+    def __init__(self, inner: Any = None) -> None:
+        self.n, self.inner = 0, inner
+
+
+def counting(owner: Any, name: str = "n") -> int:
+    setattr(owner, name, getattr(owner, name) + 1)
+    return getattr(owner, name)
+
+
+def in_default(calls: dict[str, int] = CALLS) -> int:
+    calls["n"] += 1
+    return calls["n"]
+
+
+def with_itself(kept: Any) -> int:
+    return counting(with_itself)
+
+
+def held() -> nn.Module:
+    module = nn.Module()
+    module.n = 0
+    return module
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a tensor in a dict": (lambda: {"sum": torch.zeros(1)}, lambda kept: kept["sum"].add_(1).clone()),
+    "a namespace": (lambda: SimpleNamespace(n=0), counting),
+    "slots inside slots": (lambda: Slots([Slots()]), lambda kept: counting(kept.inner[0])),
+    "a module in a list": (lambda: [held()], lambda kept: counting(kept[0])),
+    "an array": (lambda: np.zeros(2), lambda kept: float(np.add(kept, 1, out=kept)[0])),
+    "a count": (lambda: itertools.count(1), next),
+    "a cycle in a list": (lambda: [itertools.cycle([1, 2, 3])], lambda kept: next(kept[0])),
+    "iterators in another": (lambda: enumerate(itertools.chain([3, 1, 4, 1, 5])), lambda kept: sum(next(kept))),
+    "a default argument": (lambda: CALLS.update(n=0), lambda kept: in_default()),
+    "a function": (lambda: setattr(with_itself, "n", 0), with_itself),
+    "a mode": (nn.Dropout, lambda kept: (kept(torch.ones(1)), kept.eval())[0]),
+}
+
+
+class Keeping(nn.Module):
+    """Changes what it keeps, by a method of its own, and makes two things of random numbers in its first forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.kept, self.kind, self.scale = KEPT[kind][0](), kind, None
+
+    @functools.cached_property
+    def shift(self) -> torch.Tensor:
+        return torch.rand(16)
+
+    def turn(self) -> Any:
+        return KEPT[self.kind][1](self.kept)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = torch.rand(16)
+        return value + self.layer(value * self.scale + self.shift) * (1 + self.turn() / 10)
+
+
+@pytest.mark.parametrize("limit", ["least", "1GB"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_a_forward_keeps_changes_as_in_plain_training(kind: str, limit: str) -> None:
+    found, batch = [], torch.ones(64, 16)
+    for plans in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Keeping(kind) for _ in range(3)))
+        called: Any = model
+        if plans:
+            called = Checkpointable(model, batch, "1GB", loss=square, fresh_grads=True, cache=False)
+            if limit == "least":
+                called.compute_sequence(called.budget.least_bytes() + 1000)  # without its dropout, it needs more
+        losses = []
+        for _ in range(3):
+            model.zero_grad()
+            losses.append(square(called(batch)))
+            losses[-1].backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        found.append([*losses, *gradients, torch.rand(1), torch.tensor([float(each.turn()) for each in model])])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_cache_that_takes_no_random_numbers_stays_beside_a_dropout() -> None:
+    class Masking(nn.Dropout):
+        mask: torch.Tensor | None = None
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            if self.mask is None:
+                self.mask = torch.ones(16)
+            return super().forward(value) * self.mask
+
+    model = nn.Sequential(nn.Linear(16, 16), Masking(), nn.Linear(16, 16))
+    Checkpointable(model, torch.ones(64, 16), "1GB", loss=square)
+    assert model[1].mask is not None
+
+
+def test_a_generator_that_measuring_advances_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Taking(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            self.last = next(self.numbers)
+            return super().forward(value)
+
+    model = nn.Sequential(Taking(16, 16), nn.Linear(16, 16))
+    model[0].numbers = (each for each in range(1000))
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        Checkpointable(model, torch.ones(64, 16), "1GB", loss=square)
+    assert [each.subject for each in logged(caplog, "writes_elsewhere")] == ["0.numbers"]

@@ -1,0 +1,310 @@
+"""Copy and restore what is inside of mutable objects: containers, objects of the user's, arrays, tensors, iterators.
+
+An iterator's state cannot be set, so whatever holds it gets a stand-in: another iterator in the former state. A tensor
+gets one for a recomputation, since autograd may have saved the tensor itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import sysconfig
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from functools import cache, lru_cache, partial
+from itertools import starmap
+from types import FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rotor_profiling.stage.stage_signature import HasKind
+from rotor_profiling.storage import tensors_in
+from rotor_profiling.value_tree import PLAIN, fields_of
+
+TABLES = frozenset(vars(nn.Module())) - {"training"}  # attributes of a module that are restored elsewhere
+MISSING = object()
+# Classes of containers whose contents are restored. A subclass may refuse `clear`, as model outputs of transformers do.
+_CONTAINERS = frozenset({list, dict, set, deque, bytearray, Counter, OrderedDict, defaultdict})
+_LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+# Maximum number of objects opened in one value, of items of a container inside an object, and of bytes of an array that
+# is copied before every run. Guesses: what has more is data, or leads to the whole program.
+_MOST, _LONGEST, _LARGEST = 256, 10_000, 4096
+
+Contents = list[tuple[Any, Any]]  # pairs of a mutable object and what it contained
+StandIns = dict[int, Any]  # maps ids of objects to those that replace them
+
+
+class Values(NamedTuple):
+    """The version of a tensor, or None of an array, and a copy of its values, if one was made."""
+
+    version: int | None
+    copy: Any
+
+
+@cache
+def is_library(name: str | None) -> bool:
+    """Whether a module belongs to Python, an installed library, or this project."""
+    if not isinstance(name, str):  # `__module__` of a class or function that is not written in Python
+        return True
+    first, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
+    known = first in sys.stdlib_module_names and first != "__main__"
+    return known or first.startswith("rotor_") or (isinstance(file, str) and file.startswith(_LIBRARY_FOLDERS))
+
+
+def is_object(kind: type) -> bool:
+    """Whether instances of a class have fields only, and the user's code defines it."""
+    other = issubclass(kind, type | ModuleType | torch.Tensor | nn.Module) or is_library(kind.__module__)
+    return kind in (SimpleNamespace, Namespace) or not other
+
+
+def _kind_of(kind: type) -> str | None:
+    """Return how instances of a class are copied and restored; None if they are not."""
+    if kind in PLAIN:
+        return "tensor" if kind is torch.Tensor else None
+    if kind in _CONTAINERS:
+        return "container"
+    if issubclass(kind, torch.Tensor):
+        return None if issubclass(kind, nn.Parameter) else "tensor"
+    if issubclass(kind, nn.Module):
+        return None if issubclass(kind, HasKind) else "module"
+    if kind in (FunctionType, MethodType, partial):
+        return "function"
+    if kind is GeneratorType or (issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")):
+        return "iterator"
+    if (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+        return "array"
+    return "object" if is_object(kind) else None
+
+
+kind_of: Callable[[Any], str | None] = lru_cache(maxsize=4096)(_kind_of)
+
+
+def contents_of(value: Any, seen: set[int], *, copies: bool) -> Contents:
+    """Return the mutable objects in `value`, itself included, with their contents; none of those `seen` earlier.
+
+    With `copies`, copies the values of all tensors that need no gradient, and of large arrays.
+    """
+    found: Contents = []
+    pending = [(value, False)]
+    while pending:
+        each, inside = pending.pop()
+        kind = kind_of(type(each))
+        if inside and len(found) >= _MOST:
+            continue
+        if kind == "tensor":
+            if not each.requires_grad:
+                found.append((each, Values(each._version, each.clone() if copies else None)))
+        elif kind == "array":
+            if each.flags.writeable:
+                found.append((each, Values(None, each.copy() if copies or each.nbytes <= _LARGEST else None)))
+        elif kind == "iterator":
+            found.append((each, _state(each)))
+        elif (
+            kind is not None and id(each) not in seen and not (inside and kind == "container" and len(each) > _LONGEST)
+        ):
+            seen.add(id(each))
+            content = copy(each) if kind == "container" else _fields(each, kind)
+            if content or kind != "function":
+                found.append((each, content))
+            items = (*items_of(content), *(_given(each) if kind == "function" else ()))
+            if not PLAIN.issuperset(map(type, items)) or torch.Tensor in map(type, items):
+                pending += [(item, inside or kind != "container") for item in reversed(items)]
+    return found
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    if kind == "object":
+        return fields_of(value)
+    fields = {} if type(value) is MethodType else vars(value)
+    return {name: each for name, each in fields.items() if name not in TABLES} if kind == "module" else dict(fields)
+
+
+def _given(value: Any) -> tuple[Any, ...]:
+    """Return the objects that a function, a bound method or a partial passes on when called."""
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    return () if is_library(value.__module__) else (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+
+
+def items_of(content: Any) -> Iterable[Any]:
+    """Return the objects inside of what `contents_of` recorded of an object."""
+    if isinstance(content, dict):
+        return content.values()
+    return content if type(content) in _CONTAINERS else ()
+
+
+def tensors_held(value: Any, contents: Contents | None = None) -> list[torch.Tensor]:
+    """Return the tensors in a value, also those in objects that pytrees do not open."""
+    contents = contents_of(value, set(), copies=False) if contents is None else contents
+    leaves = [item for _, content in contents for item in items_of(content) if kind_of(type(item)) in (None, "tensor")]
+    return tensors_in(leaves if any(kind_of(type(each)) != "tensor" for each, _ in contents) else value)
+
+
+def as_it_was(value: Any, content: Any) -> bool:
+    """Whether an object has the contents that `contents_of` recorded."""
+    kind = kind_of(type(value))
+    if kind == "tensor":
+        return bool(value._version == content.version)
+    if kind == "array":
+        return content.copy is None or _bytes_of(value) == _bytes_of(content.copy)
+    if kind == "iterator":
+        return _alike(_state(value), content)
+    now = value if kind == "container" else _fields(value, str(kind))
+    if len(now) != len(content):
+        return False
+    if isinstance(now, set | bytearray):
+        return bool(now == content)
+    if isinstance(now, dict):
+        return all(key in content and each is content[key] for key, each in now.items())
+    return all(map(operator.is_, now, content))
+
+
+def _bytes_of(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.dtype, array.tobytes()
+
+
+def unchanged(contents: Contents) -> bool:
+    return all(starmap(as_it_was, contents))
+
+
+def written(contents: Contents) -> list[Values]:
+    """Return the recorded values of the tensors and arrays that were written to since."""
+    return [each[1] for each in contents if isinstance(each[1], Values) and not as_it_was(*each)]
+
+
+def advanced(contents: Contents) -> bool:
+    """Whether there is a generator that has advanced since."""
+    return any(type(each) is GeneratorType and not as_it_was(each, content) for each, content in contents)
+
+
+def without_copies(contents: Contents) -> Contents:
+    """Return the same contents without the copies of tensors and of large arrays that were not written to since."""
+    return [(each, content if _stays(each, content) else Values(content.version, None)) for each, content in contents]
+
+
+def _stays(value: Any, content: Any) -> bool:
+    small = isinstance(content, Values) and content.version is None and value.nbytes <= _LARGEST
+    return small or not isinstance(content, Values) or not as_it_was(value, content)
+
+
+def write_back(contents: Contents) -> None:
+    """Give the tensors their recorded values, if there is a copy."""
+    for value, content in contents:
+        if isinstance(content, Values) and content.version is not None and content.copy is not None:
+            # A write to `data` does not raise the version counter, which autograd compares in its backward.
+            value.data.copy_(content.copy)
+
+
+def iterators_of(contents: Contents, stand_ins: StandIns, *, moved: bool = True) -> StandIns:
+    """Add stand-ins for iterators to `stand_ins`; if `moved`, only for those that have advanced since."""
+    for value, content in contents:
+        advanced = kind_of(type(value)) == "iterator" and content is not None and type(value) is not GeneratorType
+        if advanced and id(value) not in stand_ins and not (moved and as_it_was(value, content)):
+            stand_ins[id(value)] = _iterator(content)
+    return stand_ins
+
+
+def copies_of(contents: Contents, stand_ins: StandIns) -> StandIns:
+    """Add stand-ins for iterators that have advanced, and for tensors of which there are copies, to `stand_ins`."""
+    for value, content in contents:
+        if isinstance(content, Values) and content.version is not None and content.copy is not None:
+            stand_ins.setdefault(id(value), content.copy.clone())
+    return iterators_of(contents, stand_ins)
+
+
+def fill(contents: Contents, stand_ins: StandIns) -> None:
+    """Give all objects except tensors and iterators their recorded contents, with `stand_ins` in place of some."""
+    for value, content in contents:
+        kind = kind_of(type(value))
+        if kind in ("tensor", "iterator") or (as_it_was(value, content) and not stand_ins):
+            continue
+        if kind == "array":
+            if content.copy is not None and value.shape == content.copy.shape:
+                value[...] = content.copy
+        else:
+            _fill(value, _with(content, stand_ins), str(kind))
+
+
+def _with(content: Any, stand_ins: StandIns) -> Any:
+    if not stand_ins or isinstance(content, set | bytearray):
+        return content
+    if isinstance(content, dict):
+        return {key: stand_ins.get(id(each), each) for key, each in content.items()}
+    return [stand_ins.get(id(each), each) for each in content]
+
+
+def _fill(value: Any, content: Any, kind: str) -> None:
+    if kind == "container":
+        value.clear()
+        value.update(content) if isinstance(value, dict | set) else value.extend(content)
+        return
+    # Not `setattr`, which a class may override.
+    table = getattr(value, "__dict__", {})
+    for name in _fields(value, kind).keys() - content.keys():
+        table.pop(name) if name in table else object.__delattr__(value, name)
+    for name, each in content.items():
+        if name in table or not hasattr(type(value), name):
+            table[name] = each
+        else:
+            object.__setattr__(value, name, each)
+
+
+def _state(value: Any) -> Any:
+    """Return the state of an iterator, from which `_iterator` makes another one; None if it cannot be copied."""
+    if type(value) is GeneratorType:
+        frame = value.gi_frame
+        return None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values()))
+    try:
+        return _reduced(value)
+    except TypeError:  # it is, or has inside, an iterator that cannot be copied
+        return None
+
+
+def _reduced(value: Any) -> Any:
+    make, given, *rest = value.__reduce__()
+    return make, tuple(map(_inside, given)), *(_inside(each, own=True) for each in rest)
+
+
+class _Inner(NamedTuple):
+    """The state of an iterator inside of another one."""
+
+    state: Any
+
+
+def _inside(value: Any, *, own: bool = False) -> Any:
+    """Return a part of an iterator's state; `own`: copy lists, to which the iterator may append."""
+    if kind_of(type(value)) == "iterator":
+        return _Inner(_reduced(value))
+    if type(value) is tuple:
+        return tuple([_inside(each, own=own) for each in value])
+    return list(value) if own and type(value) is list else value
+
+
+def _iterator(state: Any) -> Any:
+    make, given, *rest = state
+    made = make(*[_outside(each) for each in given])
+    for each in rest:
+        made.__setstate__(_outside(each, own=True))
+    return made
+
+
+def _outside(value: Any, *, own: bool = False) -> Any:
+    if type(value) is _Inner:
+        return _iterator(value.state)
+    if type(value) is tuple:
+        return tuple([_outside(each, own=own) for each in value])
+    return list(value) if own and type(value) is list else value
+
+
+def _alike(now: Any, then: Any) -> bool:
+    if isinstance(now, tuple) and isinstance(then, tuple):
+        return len(now) == len(then) and all(map(_alike, now, then))
+    if type(now) is list:
+        return len(now) == len(then)
+    return now is then or (type(now) in (int, float) and bool(now == then))
