@@ -34,10 +34,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported. Newer processors use the instructions of the baseline, with the same bits and scratch.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-for _setting in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
-    os.environ.setdefault(_setting, "avx2")
+if __name__ == "__main__":
+    # Before torch is imported. Newer processors use the instructions of the baseline, with the same bits and scratch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for _setting in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
+        os.environ.setdefault(_setting, "avx2")
 ROOT = Path(__file__).resolve().parent.parent
 # Before what is installed: the guard is about the files beside it.
 sys.path[:0] = [str(ROOT / each) for each in ("", "solver", "profiling", "cli", "benchmarks")]
