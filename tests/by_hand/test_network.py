@@ -11,7 +11,7 @@ from rotor_profiling import measured_peak
 from rotor_py import Checkpoint, CheckpointedNetwork
 from tests.by_hand.networks import WIDTH, Block, batch
 from tests.execute.training import assert_same, steps
-from tests.fields import raises
+from tests.fields import Noted, raises
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_training_it_is_plain_training() -> None:
 
 
 def test_every_segment_is_run_twice_and_again_for_a_retained_graph() -> None:
-    runs = []
+    runs = Noted()
 
     class Counted(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:  # as the base class has it

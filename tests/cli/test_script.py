@@ -23,10 +23,12 @@ import sys
 import torch
 from torch import nn
 
+class Noted(list): ...  # measuring and recomputations restore no lists of other classes
+
 class Counted(nn.Linear):
-    calls = 0
+    calls = Noted()
     def forward(self, x):
-        Counted.calls += 1
+        Counted.calls.append(1)
         return super().forward(x)
 
 torch.manual_seed(0)
@@ -42,7 +44,7 @@ for x, y in batches:
     loss.backward()
     optimizer.step()
     print("loss", loss.item())
-print("calls", Counted.calls)
+print("calls", len(Counted.calls))
 """
 REAL = """
 import argparse
@@ -132,7 +134,7 @@ def test_with_run_the_script_goes_on_by_the_plan_with_its_own_numbers(script, tm
 
 def test_what_cannot_fit_is_said_before_the_model_of_a_script_runs(script):
     step = "try:\n    net(batches[0][0])\nexcept Exception:\n    sys.exit(1)\n"
-    refused = script(f"{NETWORK}\n{step}\nfinally:\n    print('calls', Counted.calls)\n", "--", limit="10kB")
+    refused = script(f"{NETWORK}\n{step}\nfinally:\n    print('calls', len(Counted.calls))\n", "--", limit="10kB")
     assert refused.exit_code == 3, refused.output
     assert "before measuring: a training step needs at least" in " ".join(refused.stderr.split())
     assert "calls 0" in refused.stderr

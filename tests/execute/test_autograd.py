@@ -22,7 +22,7 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from tests.checkpointable.steps import same_gradients, without_collector
 from tests.execute.training import assert_same
-from tests.fields import raises
+from tests.fields import Noted, raises
 
 MIXED = Sequence.parse("CF_0, Fn_1, Fe_2, Fe_3, L, B_3, B_2, Fe_0, Fe_1, B_1, B_0")
 NESTED = Sequence.parse("CF_0, CF_1, Fn_2, Fe_3, L, B_3, Fe_1, Fe_2, B_2, B_1, Fe_0, B_0")
@@ -83,7 +83,7 @@ def test_gradients_accumulate_from_last_to_first_also_in_a_retained_graph_and_ho
 
 
 def test_a_hook_sees_the_backward_of_a_late_stage_before_an_early_stage_runs_again():
-    model, events = network(), []
+    model, events = network(), Noted()
     model[3].weight.register_post_accumulate_grad_hook(lambda p: events.append("gradient of the last"))
     model[0].register_forward_hook(lambda *_: events.append("forward of the first"))
     apply(model, NESTED, value()).sum().backward()

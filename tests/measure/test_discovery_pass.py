@@ -16,7 +16,7 @@ from rotor_py.measure.discovery_pass import DiscoveryPass
 from rotor_py.measure.planning_lock import freeze_gc
 from tests.checkpointable.steps import Residual, between, same_gradients, square, step_peak
 from tests.execute.starved import Capacity
-from tests.fields import raises
+from tests.fields import Noted, raises
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def nothing_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Collecting(nn.Linear):
     """Counts what is frozen in the first of its runs: that takes 40 milliseconds."""
 
-    frozen: ClassVar[list[int]] = []
+    frozen: ClassVar[list[int]] = Noted()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         if not self.frozen:
@@ -61,7 +61,7 @@ def test_old_objects_are_frozen_while_a_model_is_measured_and_those_of_the_calle
 class Watched(nn.Linear):
     """Notes of every run whether its operators are watched, and selects numbers if it has 5 outputs."""
 
-    seen: ClassVar[list[bool]] = []
+    seen: ClassVar[list[bool]] = Noted()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.seen.append(type(_get_current_dispatch_mode()).__module__.startswith("rotor_py"))

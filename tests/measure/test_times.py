@@ -21,6 +21,7 @@ from rotor_py.execute.tape import single_stage_node
 from rotor_py.measure.rounds import FEWEST_ROUNDS, MOST_ROUNDS, STEPS, STEPS_CLOSELY, StageTimes
 from rotor_py.stage.runner import StageRunner
 from tests.checkpointable.steps import CPU
+from tests.fields import Noted
 
 pytestmark = pytest.mark.timed
 
@@ -208,7 +209,7 @@ class Noting(nn.Linear):
 )
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_stage_is_timed_in_training_and_as_a_node_with_its_gradients(again, as_node, laps, expected, fresh) -> None:
-    Noting.runs = runs = []
+    Noting.runs = runs = Noted()
     layer, watch, value = Noting(4, 4), Scripted(*laps), torch.randn(2, 4, requires_grad=True)
     context = StageContext(CPU, 32, fresh_gradients=fresh)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

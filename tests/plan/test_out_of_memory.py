@@ -26,7 +26,7 @@ from tests.execute.starved import (
     state,
     step,
 )
-from tests.fields import logged
+from tests.fields import Noted, logged
 from tests.training.loop import differences, rows
 from tests.training.tripping import chain as dropping
 
@@ -95,22 +95,18 @@ def test_a_step_takes_what_is_predicted_and_no_more_than_the_limit(kind: Kind, s
     assert peak >= (0.85 if kind is Gated else 0.98) * network.budget.peak_bytes(network.sequence)
 
 
-class Noted(list[int]):
-    """What a run that is undone has added to it stays: lists of other classes are not put back."""
-
-
 @dataclass
 class Fault:
-    """Where a stage is to run out of memory. An attribute of the stage itself would be put back, and it fail again."""
+    """Where a stage is to run out of memory."""
 
-    where: str = ""
+    where: Noted
     device: Capacity | None = None
 
 
 class Once(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fault = Fault()
+        self.fault = Fault(Noted())
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         keeps = value * 2  # what the frame of an error's traceback would keep
@@ -121,8 +117,8 @@ class Once(nn.Module):
         return made
 
     def run_out(self, where: str) -> None:
-        if self.fault.where == where:
-            self.fault.where = ""
+        if where in self.fault.where:
+            self.fault.where.clear()
             if self.fault.device is not None:
                 self.fault.device.peak = 0
             raise out_of_memory()
@@ -140,7 +136,7 @@ def test_what_the_failed_run_held_is_free_when_the_next_one_begins(where: str) -
     step(network, batch=batch)
     network.zero_grad(set_to_none=False)
     held.clear()
-    once.fault.where = where
+    once.fault.where.append(where)
     with device:
         square(network(batch)).backward()
     assert held[0] == 0
@@ -159,7 +155,7 @@ def test_the_rest_of_a_backward_stays_inside_the_smaller_limit(later: int, caplo
     step(network, batch=batch)
     network.zero_grad()
     with Capacity() as device:
-        once.fault = Fault("backward", device)
+        once.fault = Fault(Noted(["backward"]), device)
         step(network, batch=batch)
     (record,) = logged(caplog, "out_of_memory")
     assert device.peak + network.budget.fixed.total + batch.nbytes <= record.__dict__["numbers"]["limit"]

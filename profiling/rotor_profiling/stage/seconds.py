@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.attributes import Attributes
+from rotor_profiling.attributes import Attributes, drop_made, made_by
 from rotor_profiling.isolate import isolated
 from rotor_profiling.stage.gradients import Runner, StageContext, added_up, enter_graph, leaves_of, scalar_after
 from rotor_profiling.timing import Stopwatch, lower_quartile
@@ -96,6 +96,7 @@ def time_ways(
             parameter.grad = None
         # A run must not find tensors that the run before left in attributes: these are part of that run's graph.
         attributes.put_back(caches=False)
+        drop_made(registered)
         return enter_graph(origin, value)
 
     def forward(run: Callable[[Any], Any], name: str) -> list[Any]:
@@ -119,7 +120,7 @@ def time_ways(
         added_up(parameters, fresh=context.fresh_gradients),
         torch.enable_grad(),
     ):
-        attributes = Attributes(runners[0].function)
+        attributes, registered = Attributes(runners[0].function), made_by(runners[0].function)
         for runner in runners:
             runner.make_ready()
         watch.start()
