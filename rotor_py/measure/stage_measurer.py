@@ -260,6 +260,8 @@ class StageMeasurer:
     def _measure_stage(self, number: int, value: Any) -> Any:
         _, function = self._chain.cut.stages[number]
         carried = offers_of(function).carried
+        if number == len(self._chain.cut.stages) - 1:  # no stage passes on what the last one makes: it is its output
+            carried = {name: position for name, position in carried.items() if name in self._carried.now}
         with gathered(function, self._chain.cut.sharding):
             beside = list(storages(self._carried.tensors(value)))
             memory = self._find(number, value, beside, carried)

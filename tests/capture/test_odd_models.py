@@ -319,6 +319,11 @@ class Corrections(Layers):
         self.layers = nn.ModuleList(map(Corrected, how))
 
 
+class Viewed(Layers):
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        return value.sin().sin().view_as(value)
+
+
 @pytest.mark.parametrize(("how", "error"), [("autograd", UnsupportedModelError), ("failing", RuntimeError)])
 def test_gradients_inside_of_a_forward_that_fail_are_refused_and_leave_hooks_usable(how: str, error: Any) -> None:
     with pytest.raises(error) if how == "failing" else raises(error, "backward_in_forward"):
@@ -343,6 +348,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "gradients by transforms": (lambda: Corrections("grad", "vjp", "grad", "vjp"), (256, WIDTH), 0.97),
     "chain with gradients": (lambda: nn.Sequential(*map(Corrected, ["autograd"] * 3), nn.Tanh()), (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
+    "view as output": (Viewed, (16, 16, WIDTH), 0.97),
 }
 """Model, shape of its input, and the least share of the predicted peak that is measured."""
 
