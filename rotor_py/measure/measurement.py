@@ -26,7 +26,8 @@ class PrefixCost:
 @dataclass(frozen=True, slots=True)
 class Carried:
     """A tensor of `nbytes` that stage first - 1 makes, and that stages return unchanged along with their own output up
-    to stage `last`, the last to read it. If the model returns the tensor, `last` is the number of stages.
+    to stage `last`, the last to read it. If the model returns the tensor or a view of it, `last` is the number of
+    stages.
 
     The tensor is in memory until the backward of stage `last`; from then on until the backward of the stage that made
     it, its gradient of `gradient_bytes`. A tensor without a gradient counts until the latter backward, since earlier

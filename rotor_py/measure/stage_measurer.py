@@ -77,11 +77,12 @@ class CarriedTensors:
     def __init__(self) -> None:
         self.now: Mapping[str, int] = {}
         self.found: dict[str, Carried] = {}
+        self._alive: dict[str, set[int]] = {}  # addresses of carried tensors' storages in the current input
 
-    def tensors(self, value: Any) -> list[torch.Tensor]:
-        """Return the carried tensors in `value`, the current stage's input."""
-        tensors = tensors_in(value)
-        return [tensors[position] for position in self.now.values()]
+    @property
+    def addresses(self) -> list[int]:
+        """Addresses of the storages of carried tensors in the current stage's input, also of those it views."""
+        return [address for addresses in self._alive.values() for address in addresses]
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
         """Record the bytes of carried tensors' gradients; `sizes` has those of all tensors of the stage's input."""
@@ -92,10 +93,15 @@ class CarriedTensors:
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
         """Go on to `stage`, whose input `value` has carried tensors at `positions`. `owned` storages do not count."""
-        self.now = positions
-        for name, tensor in zip(positions, self.tensors(value), strict=True):
+        self.now, tensors = positions, tensors_in(value)
+        for name, position in positions.items():
             if name not in self.found:
-                self.found[name] = Carried(storage_bytes([tensor], owned), stage, stage)
+                self.found[name] = Carried(storage_bytes([tensors[position]], owned), stage, stage)
+            self._alive[name] = {*storages([tensors[position]])}
+        # A view of a carried tensor keeps its memory, too.
+        present = storages(tensors)
+        self._alive = {name: each for name, each in self._alive.items() if not each.isdisjoint(present)}
+        for name in self._alive:
             self.found[name] = replace(self.found[name], last=stage)
 
 
@@ -201,8 +207,8 @@ class StageMeasurer:
             value = self._measure_stage(number, value)
         remember_moved_elsewhere(function for _, function in stages)
         outputs = tensors_in(value)
-        positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
-        self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)
+        counted = [*self._owned, *self._carried.addresses]
+        self._held_bytes = storage_bytes([outputs[i] for i in self._chain.silent], counted)
         del value, outputs
         if progress is not None:
             progress(len(stages), len(stages), "again, for their times")
@@ -260,8 +266,10 @@ class StageMeasurer:
     def _measure_stage(self, number: int, value: Any) -> Any:
         _, function = self._chain.cut.stages[number]
         carried = offers_of(function).carried
+        if number == len(self._chain.cut.stages) - 1:  # no stage passes on what the last one makes: it is its output
+            carried = {name: position for name, position in carried.items() if name in self._carried.now}
         with gathered(function, self._chain.cut.sharding):
-            beside = list(storages(self._carried.tensors(value)))
+            beside = self._carried.addresses
             memory = self._find(number, value, beside, carried)
             cost = memory.bytes[0]
             self._decided_bytes += memory.decided_bytes

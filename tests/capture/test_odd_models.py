@@ -319,6 +319,27 @@ class Corrections(Layers):
         self.layers = nn.ModuleList(map(Corrected, how))
 
 
+class Viewed(Layers):
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        return value.sin().sin().view_as(value)
+
+
+class CarriedView(Layers):
+    """Returns a view that its last stage makes of a tensor from an earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value = self.layers[0](value).sin().cos()
+        wide = self.wide(value).exp()
+        value = value + wide[..., :WIDTH].sin()
+        for layer in self.layers[1:]:
+            value = layer(value).sin().cos()
+        return value, wide.view(-1, 8 * WIDTH)
+
+
 @pytest.mark.parametrize(("how", "error"), [("autograd", UnsupportedModelError), ("failing", RuntimeError)])
 def test_gradients_inside_of_a_forward_that_fail_are_refused_and_leave_hooks_usable(how: str, error: Any) -> None:
     with pytest.raises(error) if how == "failing" else raises(error, "backward_in_forward"):
@@ -343,6 +364,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "gradients by transforms": (lambda: Corrections("grad", "vjp", "grad", "vjp"), (256, WIDTH), 0.97),
     "chain with gradients": (lambda: nn.Sequential(*map(Corrected, ["autograd"] * 3), nn.Tanh()), (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
+    "view as output": (Viewed, (16, 16, WIDTH), 0.97),
+    "view of a carried tensor": (CarriedView, (16, 16, WIDTH), 0),
 }
 """Model, shape of its input, and the least share of the predicted peak that is measured."""
 
