@@ -4,7 +4,7 @@ import copy
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -327,9 +327,7 @@ def assert_follows(planned: Checkpointable, plain: nn.Module, batches: Any, *sha
     assert not measured
 
 
-def test_other_shapes_follow_the_plan_with_nothing_captured_but_for_a_size_of_one_and_larger_ones_are_planned_for(
-    captured: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_shapes_follow_the_plan_uncaptured_but_for_one_and_larger_ones_are_planned(captured, caplog) -> None:
     # Planned for sizes that are equal, which says nothing about later ones.
     planned, plain = planned_and_plain(Language(), sentences(16, 16))
     assert_follows(planned, plain, sentences, (16, 16), (9, 11), (2, 2))
@@ -387,9 +385,7 @@ class Asking(Tower):
 
 
 @pytest.mark.parametrize("lengths", [(40, 33, 39, 33), pytest.param(range(40, 30, -1), marks=pytest.mark.slow)])
-def test_lengths_with_a_graph_each_follow_the_plan_which_is_said_while_another_thread_compiles(
-    lengths: Sequence[int], captured: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lengths_with_a_graph_each_follow_the_plan_and_a_thread_compiles_as_said(lengths, captured, caplog) -> None:
     """TorchDynamo by itself makes eight graphs, and then runs a model as it is."""
     planned, plain = planned_and_plain(Asking(), rows(8, 40))
     # TorchDynamo calls no callbacks meanwhile: it waits until all threads are done.

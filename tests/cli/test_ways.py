@@ -91,9 +91,7 @@ def loss(output):
 """
 
 
-def test_fewer_bits_need_less_are_told_of_where_they_are_needed_and_load_again(
-    plan, report, model_file, tmp_path, monkeypatch
-):
+def test_fewer_bits_need_less_are_told_of_where_needed_and_load_again(plan, report, model_file, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     file, path, saved = model_file(WIDE), tmp_path / "report.json", tmp_path / "plan.json"
     shown = plan(file, "--mem-limit", "1GB", "--keep", "int8", "--verify", "--json", path).stdout
@@ -125,9 +123,7 @@ def test_fewer_bits_need_less_are_told_of_where_they_are_needed_and_load_again(
     assert names["model"].sequence is not None
 
 
-def test_a_batch_is_chosen_with_fewer_bits_or_moves_and_another_word_is_answered_with_those_known(
-    plan, model_file, tmp_path
-):
+def test_a_batch_is_chosen_with_fewer_bits_or_moves_and_an_unknown_word_gets_those_known(plan, model_file, tmp_path):
     text = WIDE.replace("sample = torch.randn(256, 32)", "def sample(batch): return torch.randn(batch, 32)")
     file = model_file(text.replace("time.sleep(0.004)", "time"))
     shown = plan(file, "--mem-limit", "4MB", "--batch", "max", "--keep", "bf16", "--offload", f"file:{tmp_path}").stdout

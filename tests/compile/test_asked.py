@@ -53,9 +53,7 @@ def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: li
     assert len(seen) == 1
 
 
-def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cuda_graphs_are_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cuda_graphs_are_refused(caplog) -> None:
     tuned = ("coordinate_descent_tuning", True), ("max_autotune", True)
     given: Any
     for given, inductor in (
@@ -95,9 +93,7 @@ def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cu
         assert (result.exit_code, words in result.stderr) == (2, True)
 
 
-def test_torch_compile_around_the_model_and_plans_from_files_compile_nothing_and_say_so_once(
-    seen, caplog, tmp_path: Path
-) -> None:
+def test_torch_compile_around_the_model_and_plans_from_files_compile_nothing_and_say_so(seen, caplog, tmp_path) -> None:
     found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, granularity=3)
     around = torch.compile(found, mode="reduce-overhead")
     for _ in range(2):

@@ -45,9 +45,7 @@ def test_the_graph_is_one_compiled_stage_inside_the_limit(free: Checkpointable) 
 
 
 @pytest.mark.slow
-def test_it_leaves_room_for_a_loss_that_takes_much_also_from_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_leaves_room_for_a_large_loss_also_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def large(output: torch.Tensor) -> torch.Tensor:
         return output.repeat(1, 8).exp().mean()
 
@@ -100,9 +98,7 @@ class Attempts:
         pytest.param((1.04, 1.02), None, marks=pytest.mark.slow),
     ],
 )
-def test_one_more_partition_is_compiled_at_most_with_the_room_that_the_first_one_shows(
-    monkeypatch: pytest.MonkeyPatch, free: Checkpointable, shares: tuple[float, ...], kept: int | None
-) -> None:
+def test_one_more_partition_at_most_is_compiled_with_the_room_the_first_shows(monkeypatch, free, shares, kept) -> None:
     attempts = Attempts(monkeypatch, *shares)
     found = whole(share_of(free, 0.9), make=Wide)
     assert len(attempts.saved) == len(shares)
@@ -132,9 +128,7 @@ def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(
     assert saved[0] > saved[1] == saved[2]
 
 
-def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     without_inductor(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(CompileBudget, "available", property(lambda room: 1))  # no partition fits
@@ -149,9 +143,7 @@ def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(
     assert logged(caplog, "not_compiled", name="the graph as a whole")
 
 
-def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     without_inductor(monkeypatch)
     plain = Checkpointable(Wide(2), batch(ROWS), "1GB", loss=loss, fresh_grads=True, granularity=2)
     plain.compute_sequence()

@@ -222,9 +222,7 @@ CROSSED = [("chain", "inside"), ("captured", "outside")]
     ],
     ids=str,
 )
-def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
-    processes: Processes, kind: str, order: str, accumulated: int, options: dict[str, Any]
-) -> None:
+def test_numbers_are_those_of_plain_training_by_one_sequence(processes, kind, order, accumulated, options) -> None:
     found = processes.run(same_as_plain, kind, order, limit_of(processes, kind), accumulated, options)
     assert [different for _, different in found] == [[]] * len(found)
     (sequence,) = {sequence for sequence, _ in found}

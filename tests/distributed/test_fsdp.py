@@ -213,9 +213,7 @@ def refusal(rank: int, kind: str) -> str:
         pytest.param("skips together", "mixed, full out", 2, 0.3, marks=slow),
     ],
 )
-def test_numbers_are_those_of_plain_training_inside_the_limit(
-    processes: Processes, kind: str, options: str, accumulated: int, share: float
-) -> None:
+def test_numbers_are_those_of_plain_training_inside_the_limit(processes, kind, options, accumulated, share) -> None:
     found = processes.run(same, kind, options, accumulated, share)
     assert_same_inside(found)
     assert "CF_" in found[0][0]
@@ -230,9 +228,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
         pytest.param("skips in parts", "plain", 0.5, True, True, marks=slow),
     ],
 )
-def test_stages_are_stored_in_part_inside_the_limit(
-    processes: Processes, kind: str, options: str, share: float, in_region: bool, gathers: bool
-) -> None:
+def test_stages_are_stored_in_part_inside_the_limit(processes, kind, options, share, in_region, gathers) -> None:
     found = processes.run(same_in_part, kind, options, share)
     assert_same_inside(found)
     for sequence, *_, gathers_seen in found if len(found) > 1 else []:  # one alone has all parameters: another plan
@@ -242,9 +238,7 @@ def test_stages_are_stored_in_part_inside_the_limit(
 
 
 @slow
-def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(processes, tmp_path: Path) -> None:
     processes.run(around_a_step, str(tmp_path))
 
 
@@ -253,9 +247,7 @@ def test_a_layer_that_gets_a_hook_stores_all_and_a_warning_says_so(processes: Pr
         assert any("stores all saved tensors, not a part" in each for each in said)
 
 
-def test_layers_of_a_chain_are_captured_one_by_one_and_measured_without_holding_whole_parameters(
-    processes: Processes,
-) -> None:
+def test_layers_of_a_chain_are_captured_alone_and_measured_without_whole_parameters(processes: Processes) -> None:
     # No graph has the first as it stands, the second saves something else, a part of the third is sharded.
     for found in processes.run(stored_in_part, "odd layers"):
         assert found == ([False, False, False, True, False], 0)
@@ -279,9 +271,7 @@ def test_stages_that_are_run_again_are_not_gathered_all_at_once(processes: Proce
         ("old torch", "needs torch 2.11 or newer"),
     ],
 )
-def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all_processes(
-    processes: Processes, kind: str, cause: str
-) -> None:
+def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all(processes, kind: str, cause: str) -> None:
     for said in processes.run(refusal, kind):
         assert cause in said
         assert "\n" not in said

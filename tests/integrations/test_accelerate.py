@@ -60,9 +60,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("by", ["wrapped", "hook"])
-def test_a_loop_is_the_plain_loop_inside_the_limit_and_the_end_of_training_leaves_the_plain_model(
-    by: str, tmp_path: Path
-) -> None:
+def test_a_loop_is_the_plain_loop_inside_the_limit_and_its_end_leaves_the_plain_model(by: str, tmp_path: Path) -> None:
     plain, model = Loop(network()), network()
     limit = halfway(Checkpointable(network(), images(), loss=entropy, optimizer=adamw(network())))
     loop = Loop(model, limit) if by == "hook" else Loop(Checkpointable(model, mem_limit=limit, loss=entropy))
@@ -88,9 +86,7 @@ def test_a_loop_is_the_plain_loop_inside_the_limit_and_the_end_of_training_leave
         assert planned.sequence is None, "a plain model makes no plan"
 
 
-def test_state_that_was_saved_with_a_plan_goes_on_without_one_and_the_other_way_round(
-    tmp_path: Path,
-) -> None:
+def test_state_that_was_saved_with_a_plan_goes_on_without_one_and_the_other_way_round(tmp_path: Path) -> None:
     def planned() -> Checkpointable:
         return Checkpointable(network(), mem_limit="1GB", loss=entropy)
 

@@ -82,9 +82,7 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
 @pytest.mark.parametrize(
     ("expandable", "expand"), [([], False), ([True, True], True), ([True, False], False), ([False], False)]
 )
-def test_there_is_room_for_blocks_that_the_allocator_does_not_cut_unless_its_segments_expand(
-    expandable: list[bool], expand: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_is_room_for_blocks_that_are_not_cut_unless_segments_expand(expandable, expand, monkeypatch) -> None:
     """Some may be older than the setting. Small tensors have segments of their own, whose rests are small."""
     segments = [{"device": 0, "segment_type": "large", "is_expandable": each} for each in expandable]
     segments += [{"device": 0, "segment_type": "small", "is_expandable": False}]

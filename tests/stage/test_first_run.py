@@ -306,9 +306,7 @@ def test_a_stage_that_does_something_else_every_time_is_stored_and_told_of(caplo
     assert str(planned.sequence).startswith("Fe_0, Fe_1, ")
 
 
-def test_hooks_see_nothing_of_measuring_and_a_recomputation_that_writes_elsewhere_is_told_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hooks_see_nothing_of_measuring_and_a_recomputation_that_writes_elsewhere_is_told_of(caplog) -> None:
     model, features = network(), list[torch.Tensor]()
     model[1].register_forward_hook(lambda layer, given, made: features.append(made))
     planned = at_least(model)

@@ -119,9 +119,7 @@ class Normed(nn.Sequential):
         return x + super().forward(x).sin()
 
 
-def test_differences_of_gradients_are_told_and_no_problem_unless_they_are_beyond_rounding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_differences_of_gradients_are_told_and_no_problem_unless_beyond_rounding(monkeypatch) -> None:
     monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
     torch.manual_seed(0)
     batch = torch.randn(64, 64)
