@@ -322,11 +322,7 @@ def test_a_number_of_each_layer_forbids_no_cut() -> None:
     assert max(least["logged"], least["loss"]) <= 1.2 * least["none"]
 
 
-class Reshaping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
+class Reshaping(Skips):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             shape = value.size()[:-1] + (32,)  # noqa: RUF005  # a `torch.Size`
@@ -336,7 +332,7 @@ class Reshaping(nn.Module):
 
 def test_stages_compute_sizes_again_from_those_of_the_input_instead_of_handing_on_each() -> None:
     batch = {"value": torch.randn(32, 16, 32)}
-    planned, plain = Checkpointable(Reshaping(), batch, loss=square, fresh_grads=True), Reshaping()
+    planned, plain = Checkpointable(Reshaping(32, 6), batch, loss=square, fresh_grads=True), Reshaping(32, 6)
     plain.load_state_dict(planned.state_dict())
     assert max(stage.shared for stage in planned.functions) <= 4, "not a shape of each layer"
     planned.compute_sequence(planned.budget.least_bytes())

@@ -9,6 +9,7 @@ import pytest
 from rotor_py import Checkpointable
 from tests.fields import ends
 
+pytestmark = pytest.mark.usefixtures("fast_link")
 MODEL = """
 import torch
 from torch import nn
@@ -23,11 +24,6 @@ sample = torch.randn(256, 64)
 def loss(output):
     return output.square().mean()
 """
-
-
-@pytest.fixture(autouse=True)
-def fast_link(monkeypatch):
-    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
 
 
 def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, report, model_file, tmp_path):

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 
 from rotor_py import Checkpointable, verify
 from rotor_solver import Sequence, recompute_all, store_all
+from tests.checkpointable.steps import Tower
 from tests.compile.network import (
     ROWS,
     WIDTH,
@@ -123,21 +123,17 @@ def test_numbers_are_those_of_eager_mode_but_for_rounding() -> None:
         torch.testing.assert_close(a, b)
 
 
-class Alternating(nn.Module):
+class Alternating(Tower):
     """Equal blocks, which read one and the other of two inputs in turn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
     def forward(self, value: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.layers):
             value = torch.tanh(block(value)) * (one if number % 2 else other)
         return value
 
 
 def test_equal_blocks_read_what_is_theirs() -> None:
-    model = Alternating()
+    model = Alternating(WIDTH, 4)
     values = (batch(), batch().sin(), batch().cos())
     with stage_by_stage():
         found = Checkpointable(model, values, "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)

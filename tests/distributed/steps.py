@@ -107,7 +107,6 @@ def same_as_plain(
     limit = between(planned, share)
     sequence = planned.compute_sequence(limit)
     found = trained(planned, optimizer, given, loss, accumulated, seed)
-    assert planned.budget is not None
     predicted = planned.budget.peak_bytes(sequence)
     measured = measured_peak_of(planned, optimizer, given[:1] * accumulated, loss, 0 if closest else predicted)
     assert measured_stages == []  # it is not planned again

@@ -73,7 +73,6 @@ def halfway(rank: int, kind: str) -> int:
     """A limit for which something has to be computed twice, gradient buckets counted, `present_bytes` not."""
     probe = Checkpointable(made(kind), loss=loss)
     probe.measure(here(batches(0, 1)[0]))
-    assert probe.budget is not None
     budget = replace(probe.budget, fixed=replace(probe.budget.fixed, other=0))
     whole = (budget.least_bytes() + budget.peak_bytes(store_all(budget.chain))) // 2
     return whole + sum(p.numel() * p.element_size() for p in probe.parameters())
@@ -127,8 +126,6 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
     present_bytes()  # the optimizer's state is counted below, and is to be gone
     planned = planned_part(model)
     batch = here(batches(rank, 1)[0])
-    assert planned.budget is not None
-    assert planned.sequence is not None
     model.zero_grad(set_to_none=False)
     present = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *batch.values()]
     # The optimizer is gone, and buckets are not among the tensors of DistributedDataParallel.
@@ -144,7 +141,6 @@ def bucket_bytes(rank: int, order: str) -> tuple[int, int]:
     """The bytes that a plan has for communication, and those of all gradients."""
     model = trained(rank, "chain", order, halfway(rank, "chain"))[0]
     budget = planned_part(model).budget
-    assert budget is not None
     return budget.fixed.communication, sum(each.nbytes for each in model.parameters())
 
 
@@ -154,7 +150,6 @@ def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
     inputs = [here(each["input"]) for each in batches(rank, 4)]
     for batch, gradient in zip(inputs, (True, False), strict=False):
         planned.measure(batch.detach().requires_grad_(gradient))
-        assert planned.budget is not None
         planned.mem_limit = max(planned.mem_limit or 0, planned.budget.least_bytes())
     planned.mem_limit += 2 * sum(p.nbytes for p in planned.parameters())  # buckets
     planned.progress = lambda done, count, name: measured.append(name)
@@ -283,7 +278,6 @@ def chosen(rank: int, more: list[int], batch: int) -> tuple[int, str, int | None
     found = largest_batch(model, sample_of, limit, optimizer=optimizer)
     found.network(sample_of(found.batch) + rank).square().mean().backward()
     gradient = model.module[0].weight.grad
-    assert gradient is not None
     others = [torch.empty_like(gradient) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(others, gradient)
     same = all(torch.equal(gradient, other) for other in others)
@@ -295,7 +289,6 @@ def test_all_processes_take_the_batch_that_fits_the_smallest_limit(processes: Pr
     found = processes.run(chosen, [*range(0, (count - 1) * 100_000, 100_000), 50][::-1], 40)
     ((batch, sequence),) = {(batch, sequence) for batch, sequence, *_ in found}
     for _, _, peak, limit, same in found:
-        assert peak is not None
         assert peak <= limit
         assert same
     assert batch == 40

@@ -56,8 +56,6 @@ def same_as_plain(rank: int, folder: str) -> tuple[str, Any]:
     network = planned(rank, folder)
     model = DistributedDataParallel(network)
     found = numbers(model, rank)
-    assert network.budget is not None
-    assert network.sequence is not None
     tier: Any = network._planner.model.tier
     before, value = tier.moved_bytes, batch(rank)
     model.zero_grad(set_to_none=False)
@@ -90,7 +88,6 @@ def moves_on_one_rank_alone(rank: int, folder: str) -> list[bool]:
     if rank:
         network = Checkpointable(made(), mem_limit=network.mem_limit, loss=loss_of, cache=False)
     found = numbers(DistributedDataParallel(network), rank)
-    assert network.sequence is not None
     return [network.sequence.moves is not None, steps.different(found, expected) == []]
 
 

@@ -309,13 +309,6 @@ def test_memory_that_a_container_has_used_is_not_available(tmp_path, monkeypatch
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[FileTier]:
-    found = FileTier(tmp_path)
-    yield found
-    found.close()
-
-
 def storage_of(nbytes: int) -> torch.UntypedStorage:
     generator = torch.Generator().manual_seed(nbytes)
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).untyped_storage()

@@ -82,11 +82,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("model", "batches", "make"),
-    [
-        (chain(), vectors(), adamw),
-        (tied(), words(), two_groups),
-        (Language(tied=True, blocks=3), words(), adamw),
-    ],
+    [(chain(), vectors(), adamw), (tied(), words(), two_groups), (Language(tied=True, blocks=3), words(), adamw)],
 )
 def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(model, batches, make) -> None:
     plain = copy.deepcopy(model)

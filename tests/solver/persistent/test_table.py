@@ -21,11 +21,8 @@ from rotor_solver import (
     Persistent,
     Stage,
     frontier,
-    min_bytes,
-    recompute_all,
     simulate,
     solve,
-    store_all,
     watched,
 )
 from rotor_solver.grouping import coarse_chain, fine_sequence, stored_bound
@@ -34,7 +31,7 @@ from rotor_solver.persistent.layout import Problem, Spacing, nodes_of
 from rotor_solver.persistent.recurrence import optimum
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import need_of
-from rotor_solver.segments import even_segments
+from rotor_solver.segments import even_segments, min_bytes, recompute_all, store_all
 from tests.fields import raises
 from tests.solver.long_chains import fresh_process, limit_between, random_chain, repeated_chain, rich_chain
 from tests.solver.naive import exhaustive_optimum, naive_optimum
