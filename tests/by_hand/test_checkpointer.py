@@ -69,9 +69,8 @@ def test_every_layer_is_computed_again_exactly_from_the_nearest_checkpoint(every
     for target in reversed(range(count)):
         runs.clear()
         with torch.no_grad():
-            again = checkpointer.recompute_from_checkpoint(
-                target, layers, lambda layer, given: runs.append(layer) or layer(given)
-            )
+            noted = lambda layer, given: runs.append(layer) or layer(given)  # noqa: E731
+            again = checkpointer.recompute_from_checkpoint(target, layers, noted)
         assert torch.equal(again, expected[target])
         assert len(runs) == target - max((index for index in kept if index <= target), default=-1)
     assert torch.equal(torch.get_rng_state(), state)

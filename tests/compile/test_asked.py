@@ -14,7 +14,7 @@ from rotor_cli.main import main
 from rotor_py import Checkpointable
 from rotor_py.backend import rotor
 from rotor_py.capture import variants
-from tests.compile.network import Net, Wide, batch, gradients, loss, stage_by_stage, without_inductor
+from tests.compile.network import Net, Wide, batch, gradients, loss, stage_by_stage
 from tests.fields import logged, raises
 
 
@@ -39,8 +39,8 @@ def planned() -> Checkpointable:
     return Checkpointable(Net(), mem_limit="1GB", loss=loss, fresh_grads=True, granularity=4)
 
 
-def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: list[int], monkeypatch) -> None:
-    without_inductor(monkeypatch)
+@pytest.mark.usefixtures("without_inductor")
+def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: list[int]) -> None:
     found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, fresh_grads=True, granularity=3)
     found.measure(batch())  # plain: nothing has been said of compiling
     found.compile(options={"fallback_random": True})

@@ -10,22 +10,8 @@ import torch
 from rotor_py import Checkpointable, verify
 from rotor_solver import Sequence, recompute_all, store_all
 from tests.checkpointable.steps import Tower
-from tests.compile.network import (
-    ROWS,
-    WIDTH,
-    batch,
-    gradients,
-    loss,
-    measured,
-    network,
-    peak,
-    results,
-    run_compiled,
-    same,
-    share_of,
-    stage_by_stage,
-    whole,
-)
+from tests.checkpointable.steps import square as loss
+from tests.compile.network import ROWS, WIDTH, batch, gradients, measured, network, peak, results, same, share_of, whole
 
 Pair = tuple[tuple[Checkpointable, Sequence], tuple[Checkpointable, Sequence]]
 """A model and its sequence, which recomputes, and the same that stores everything."""
@@ -135,9 +121,7 @@ class Alternating(Tower):
 def test_equal_blocks_read_what_is_theirs() -> None:
     model = Alternating(WIDTH, 4)
     values = (batch(), batch().sin(), batch().cos())
-    with stage_by_stage():
-        found = Checkpointable(model, values, "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
-    run_compiled(found)
+    found = network(True, 4, model, values)
     found.sequence = recompute_all(found.chain)
     made = []
     for run in (found, model):

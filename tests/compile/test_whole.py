@@ -11,21 +11,9 @@ from rotor_py import Checkpointable
 from rotor_py.capture.variants import CompileBudget
 from rotor_py.measure.measurement import Measurement
 from rotor_solver import store_all
-from tests.compile.network import (
-    ROWS,
-    Compilations,
-    Net,
-    Wide,
-    batch,
-    loss,
-    measured,
-    peak,
-    results,
-    same,
-    share_of,
-    whole,
-    without_inductor,
-)
+from tests.checkpointable.steps import square as loss
+from tests.compile.network import ROWS, Compilations, Net, Wide, batch, measured, peak, results, share_of, whole
+from tests.execute.test_moving import same
 from tests.fields import logged
 
 
@@ -83,7 +71,6 @@ class Attempts:
 
         monkeypatch.setattr(CompileBudget, "taken", taken)
         monkeypatch.setattr("rotor_py.capture.variants._stage_by_stage", lambda *_: [])
-        without_inductor(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +82,7 @@ class Attempts:
         pytest.param((1.04, 1.02), None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("without_inductor")
 def test_one_more_partition_at_most_is_compiled_with_the_room_the_first_shows(monkeypatch, free, shares, kept) -> None:
     attempts = Attempts(monkeypatch, *shares)
     found = whole(share_of(free, 0.9), make=Wide)
@@ -125,8 +113,8 @@ def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(
     assert saved[0] > saved[1] == saved[2]
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    without_inductor(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(CompileBudget, "available", property(lambda room: 1))  # no partition fits
         found = whole("1GB", make=Wide)
@@ -140,8 +128,8 @@ def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(monkeypatch: 
     assert logged(caplog, "not_compiled", name="the graph as a whole")
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    without_inductor(monkeypatch)
     plain = Checkpointable(Wide(2), batch(ROWS), "1GB", loss=loss, fresh_grads=True, granularity=2)
     plain.compute_sequence()
     roomy = CompileBudget.partitioner

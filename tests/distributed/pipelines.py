@@ -66,18 +66,15 @@ def microbatches(name: str) -> int:
 class Pipeline:
     """The stages of one process, and their schedule. A `share` plans each, so much of the way to storing everything."""
 
-    def __init__(
-        self, rank: int, name: str, kind: str, share: float | None, options: dict[str, Any], count: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, name: str, kind: str, share: float | None, options: Any, count: int = 0) -> None:
         self.rank, self.name = rank, name
-        self.microbatches = microbatches(name) if count is None else count
+        self.microbatches = count or microbatches(name)
         own, number = indices(name, rank), dist.get_world_size() * (1 if name in SINGLE else 2)
         self.models = [made(kind, i) if share is None else self._planned(made(kind, i), i, share) for i in own]
         named = zip(self.models, own, strict=True)
         self.stages = [PipelineStage(model, index, number, device(), **options) for model, index in named]
-        self.schedule = SCHEDULES[name](
-            self.stages[0] if name in SINGLE else self.stages, self.microbatches, loss_fn=loss
-        )
+        stages = self.stages[0] if name in SINGLE else self.stages
+        self.schedule = SCHEDULES[name](stages, self.microbatches, loss_fn=loss)
         self.first, self.last = 0 in own, number - 1 in own
 
     def follow(self, planned: list[Any]) -> None:
@@ -138,9 +135,8 @@ def planned_in_the_first_step(rank: int, name: str, limit: int) -> tuple[list[st
     pipeline = Pipeline(rank, name, "chain", None, {})
     # On one device, each model is beside the others and what they hold.
     limit += present_bytes() + (device().type == "cuda") * 10**5 * (len(pipeline.models) - 1)
-    pipeline.follow(
-        [Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in enumerate(pipeline.models)]
-    )
+    models = enumerate(pipeline.models)
+    pipeline.follow([Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in models])
     return different(pipeline, expected)
 
 

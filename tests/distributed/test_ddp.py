@@ -22,9 +22,7 @@ F = nn.functional
 
 
 def chain() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(3):
-        layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1)]
+    layers = [each for _ in range(3) for each in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1))]
     return nn.Sequential(*layers, nn.Linear(64, 8))
 
 
@@ -100,9 +98,7 @@ def planned_part(model: nn.Module) -> Checkpointable:
     return found
 
 
-def trained(
-    rank: int, kind: str, order: str, limit: int | None, accumulated: int = 1, **options: Any
-) -> tuple[nn.Module, Numbers]:
+def trained(rank, kind, order: str, limit: int | None, accumulated=1, **options: Any) -> tuple[nn.Module, Numbers]:
     before = present_bytes()
     torch.manual_seed(rank)
     model = wrapped(made(kind), order, None if limit is None else limit + before, **options)
@@ -110,12 +106,10 @@ def trained(
     return model, steps.trained(model, optimizer, batches(rank, 3 * accumulated), loss, accumulated, seed=rank)
 
 
-def same_as_plain(
-    rank: int, kind: str, order: str, limit: int, accumulated: int = 1, options: dict[str, Any] | None = None
-) -> tuple[str, list[str]]:
+def same_as_plain(rank, kind, order: str, limit: int, accumulated: int, options: Any) -> tuple[str, list[str]]:
     """The sequence, and the names of numbers that are not those of plain training."""
-    expected = trained(rank, kind, "plain", None, accumulated, **(options or {}))[1]
-    model, found = trained(rank, kind, order, limit, accumulated, **(options or {}))
+    expected = trained(rank, kind, "plain", None, accumulated, **options)[1]
+    model, found = trained(rank, kind, order, limit, accumulated, **options)
     return str(planned_part(model).sequence), steps.different(found, expected)
 
 

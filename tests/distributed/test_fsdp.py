@@ -25,7 +25,7 @@ from rotor_py.distributed.sharding import ShardGroup, gathered, groups_of, shard
 from rotor_py.measure import rounds
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
 from tests.distributed.processes import Processes, assert_same_inside, here, kept, logs, mesh
-from tests.distributed.steps import between, same_as_plain
+from tests.distributed.steps import Found, between, same_as_plain
 
 slow = pytest.mark.slow
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -39,9 +39,7 @@ def free_to_store_in_part() -> Iterator[None]:
         yield
 
 
-def same(
-    rank: int, kind: str, options: str = "plain", accumulated: int = 1, share: float = 0.5
-) -> tuple[str, list[str], int, int, int]:
+def same(rank: int, kind: str, options: str = "plain", accumulated: int = 1, share: float = 0.5) -> Found:
     make, given = partial(made, kind, options), batches(kind, rank, 2 * accumulated)
     return same_as_plain(make, given, loss, share, accumulated, seed=rank)
 

@@ -151,7 +151,7 @@ def test_a_device_survives_its_file_which_is_printed_and_measuring_restores_rand
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("cuda")
 def test_a_gpu_is_measured_near_its_data_sheet() -> None:
     found = calibrate(torch.device("cuda"), 10**9)
     assert found.rates.bf16 > found.rates.fp32

@@ -21,10 +21,9 @@ from rotor_py.offload.file_tier import FileTier
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from rotor_solver.offload import Moves
-from tests.checkpointable.steps import Residual, between
+from tests.checkpointable.steps import CPU, Residual, between
 from tests.fields import raises
 
-CPU = torch.device("cpu")
 WIDTH, BATCH, LAYERS = 128, 256, 4
 ONE = 4 * BATCH * 4 * WIDTH
 """Bytes of each of the two activations inside a block, which leave."""

@@ -11,6 +11,7 @@ from torch import nn
 from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
+from tests.capture.steps import adamw
 from tests.checkpointable.steps import images
 from tests.fields import logged
 from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, network, run_peak
@@ -23,10 +24,6 @@ from rotor_py.integrations.accelerate_hook import limit_memory  # noqa: E402  # 
 @pytest.fixture(autouse=True)
 def _accelerate_starts_anew() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 class Loop:

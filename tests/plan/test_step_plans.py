@@ -28,10 +28,9 @@ def residual() -> Stack:
 
 
 def chain() -> nn.Sequential:
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
-    for _ in range(3):
-        layers.append(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)))
-    return nn.Sequential(*layers, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    first = nn.Conv2d(3, 16, 3, padding=1)
+    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)) for _ in range(3)]
+    return nn.Sequential(first, *blocks, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 MODELS = {"chain": chain, "captured": residual}

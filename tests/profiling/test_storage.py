@@ -11,17 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import (
-    StageContext,
-    StageCost,
-    isolated,
-    leaves_of,
-    measure_ways,
-    measured_peak,
-    memory_meter,
-    stage_layouts,
-)
-from rotor_profiling.backends import stopwatch
+from rotor_profiling import StageContext, StageCost, isolated, leaves_of, measure_ways, measured_peak, stage_layouts
+from rotor_profiling.backends import memory_meter, stopwatch
 from rotor_profiling.loss import UnusableLossError, measure_loss
 from rotor_profiling.optimizer import UnknownOptimizerError, optimizer_cost, scratch_alone, step_bytes_without
 from rotor_profiling.stage.seconds import estimate, time_ways

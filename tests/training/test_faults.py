@@ -34,7 +34,7 @@ class OwnError(Exception):
         self.code = code
 
 
-ERRORS: list[Callable[[], BaseException]] = [
+ERRORS = [
     lambda: OwnError(code=7),
     KeyboardInterrupt,
     lambda: ValueError("mine", 3),

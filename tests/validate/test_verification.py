@@ -36,8 +36,7 @@ def model() -> nn.Sequential:
 
 
 def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    entries = list(optimizer.state.values())
-    values = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+    values = tensors_in([list(entry.values()) for entry in optimizer.state.values()])
     tensors = [*network.parameters(), *(p.grad for p in network.parameters()), *network.buffers(), *values]
     return [tensor.clone() for tensor in (*tensors, torch.get_rng_state())]
 
