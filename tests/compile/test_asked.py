@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import fx, nn
 from torch._inductor import config as inductor_config
 
-from rotor_cli.main import main
 from rotor_py import Checkpointable
 from rotor_py.backend import rotor
 from rotor_py.capture import variants
 from tests.compile.network import Net, Wide, batch, gradients, loss, stage_by_stage
-from tests.fields import logged, raises
+from tests.fields import invoke, logged, raises
 
 
 @pytest.fixture
@@ -89,7 +87,7 @@ def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cu
             Checkpointable(Net(1), compile=True)
         Checkpointable(Net(1), compile={"triton.cudagraphs": False})
     for mode, words in (("reduce-overhead", "without CUDA graphs"), ("default", "takes no mode")):
-        result = CliRunner().invoke(main, ["net.py", "--compile", mode])
+        result = invoke("net.py", "--compile", mode)
         assert (result.exit_code, words in result.stderr) == (2, True)
 
 
@@ -148,7 +146,7 @@ def test_the_command_captures_a_chain_to_compile_verifies_and_saves_it(tmp_path:
     file = tmp_path / "net.py"
     file.write_text(MODEL, encoding="utf-8")
     options = ["--mem-limit", "1GB", "--compile", "--verify", "--json", "-", "--save", str(tmp_path / "plan.json")]
-    result = CliRunner().invoke(main, [str(file), *options])
+    result = invoke(file, *options)
     assert result.exit_code == 0, result.output
     assert seen[0] > 0
     report = json.loads(result.stdout)

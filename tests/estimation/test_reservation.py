@@ -19,7 +19,7 @@ from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.simulated_step import FollowedStep, SimulatedStep, followed_by_plan, reservation_of
 from rotor_py.estimation.simulated_target import prediction_for
 from rotor_py.report import Report
-from tests.checkpointable.steps import Tower, between
+from tests.checkpointable.steps import between
 
 H100 = find_device("h100")
 MiB = 2**20
@@ -70,18 +70,23 @@ def test_a_step_that_is_followed_allocates_what_the_plan_says_and_leaves_nothing
             assert network.watch is None
 
 
-class Unread(Tower):
+class Unread(nn.Module):
     """Two outputs, the second of which may get a gradient."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        value = super().forward(value)
+        for layer in self.layers:
+            value = value + torch.tanh(layer(value))
         return value, value.exp()
 
 
 def test_what_a_step_takes_stands_beside_what_the_plan_promises() -> None:
     """The promise holds for a loss that reads all; the given one reads one output."""
     value, told = torch.empty(8192, 256), {"optimizer": torch.optim.SGD, "loss": lambda outputs: outputs[0].mean()}
-    found = estimate(lambda: Unread(256, 3), value, H100, **told, fresh_grads=True)
+    found = estimate(Unread, value, H100, **told, fresh_grads=True)
     assert 0 < found.reserved.step_bytes < found.peak_bytes - 0.9 * value.nbytes
     assert "a step (predicted)" in " ".join(str(found).split())
 

@@ -28,8 +28,8 @@ def residual() -> Stack:
 
 
 def chain() -> nn.Sequential:
-    first = nn.Conv2d(3, 16, 3, padding=1)
     blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)) for _ in range(3)]
+    first = nn.Conv2d(3, 16, 3, padding=1)
     return nn.Sequential(first, *blocks, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
