@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +119,20 @@ def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are for a disk so fast that moving always pays: what a test plans does not depend on this machine's."""
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[Any]:
+    from rotor_py.offload.file_tier import FileTier
+
+    with closing(FileTier(tmp_path)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,7 @@ class Noted(list[Any]):
 
 
 @contextmanager
-def raises(
-    error: type[BaseException] | tuple[type[BaseException], ...], kind: str, **fields: object
-) -> Iterator[pytest.ExceptionInfo[DescribedError]]:
+def raises(error: Any, kind: str, **fields: object) -> Iterator[pytest.ExceptionInfo[DescribedError]]:
     """Expect an error of this class and kind, with these fields: `stage`, `name`, and what is in `numbers`."""
     with pytest.raises(error) as caught:
         yield caught

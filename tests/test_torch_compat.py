@@ -21,11 +21,7 @@ ATTRIBUTES = {
     "partitioners": ("min_cut_rematerialization_partition",),
 }
 """What is read of modules and other objects."""
-PARAMETERS = {
-    "tree_map_only": {"func", "tree"},
-    "tree_unflatten": {"treespec"},
-    "fx_graph_cse": {"fx_g"},
-}
+PARAMETERS = {"tree_map_only": {"func", "tree"}, "tree_unflatten": {"treespec"}, "fx_graph_cse": {"fx_g"}}
 """Parameters that the product passes, of functions written in Python."""
 
 

@@ -7,22 +7,18 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from tests.checkpointable.steps import square, step_peak
+from tests.checkpointable.steps import Residual, square, step_peak
 from tests.execute.training import assert_same, steps
 
 WIDTH = 32
 
 
-class Block(nn.Module):
+class Block(Residual):
     """A residual block that draws random numbers and keeps statistics."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Linear(width, width))
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.drop(self.body(value))
+        inside = nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Linear(width, width)
+        super().__init__(nn.Sequential(*inside), nn.Dropout(0.2))
 
 
 def staged(width: int = 48, groups: int = 2, blocks: int = 2) -> nn.Sequential:

@@ -75,7 +75,7 @@ def test_the_levels_of_networks_of_torch_and_of_the_models_here() -> None:
     with torch.device("meta"):
         assert levels(resnet18(), names) == [0, 4, 2, 1, 1, 1]
         assert levels(vgg11(), ["", "features", "features.0", "classifier"]) == [0, 4, 1, 2]
-    assert levels(staged(), ["", "0", "1", "2", "2.0", "2.0.body", "2.0.body.0"]) == [0, 1, 1, 4, 2, 2, 1]
+    assert levels(staged(), ["", "0", "1", "2", "2.0", "2.0.0", "2.0.0.0"]) == [0, 1, 1, 4, 2, 2, 1]
     assert levels(nn.Sequential(nn.Linear(2, 2), nn.Identity()), ["", "0", "1"]) == [0, 1, 0]
     assert "by its name" in assign_levels(transformer())["layers.1.self_attn"].reason
 

@@ -10,10 +10,8 @@ from torch import nn
 from rotor_profiling import measured_peak
 from rotor_py import Checkpoint, CheckpointedNetwork
 from tests.by_hand.networks import WIDTH, Block, batch
-from tests.execute.training import assert_same, steps
+from tests.execute.training import CPU, assert_same, steps
 from tests.fields import Noted, raises
-
-CPU = torch.device("cpu")
 
 
 def segments(count: int = 4) -> list[nn.Module]:

@@ -21,17 +21,10 @@ from torch import fx, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.capture.graph import selective_recompute
 from rotor_py.capture.graph.graph_nodes import SymbolValues
 from rotor_py.capture.graph.saved_values import CHEAP, SavedPart, find_saved_values, is_cheap
-from rotor_py.capture.graph.selective_recompute import (
-    PricedCut,
-    ValueCut,
-    find_saved_parts,
-    hull_between,
-    least_cut,
-    memory_read,
-    thinned,
-)
+from rotor_py.capture.graph.selective_recompute import PricedCut, find_saved_parts, least_cut, memory_read, thinned
 from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
 from rotor_py.stage.partial_storage import PartialSaving
@@ -322,11 +315,7 @@ def test_a_number_of_each_layer_forbids_no_cut() -> None:
     assert max(least["logged"], least["loss"]) <= 1.2 * least["none"]
 
 
-class Reshaping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
+class Reshaping(Skips):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             shape = value.size()[:-1] + (32,)  # noqa: RUF005  # a `torch.Size`
@@ -336,7 +325,7 @@ class Reshaping(nn.Module):
 
 def test_stages_compute_sizes_again_from_those_of_the_input_instead_of_handing_on_each() -> None:
     batch = {"value": torch.randn(32, 16, 32)}
-    planned, plain = Checkpointable(Reshaping(), batch, loss=square, fresh_grads=True), Reshaping()
+    planned, plain = Checkpointable(Reshaping(32, 6), batch, loss=square, fresh_grads=True), Reshaping(32, 6)
     plain.load_state_dict(planned.state_dict())
     assert max(stage.shared for stage in planned.functions) <= 4, "not a shape of each layer"
     planned.compute_sequence(planned.budget.least_bytes())
@@ -482,7 +471,7 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
 
 
 def part_of(nbytes: int, price: int) -> PricedCut:
-    return PricedCut(ValueCut(), nbytes, price)
+    return PricedCut(selective_recompute.ValueCut(), nbytes, price)
 
 
 POINTS = st.lists(st.builds(part_of, st.integers(1, 99), st.integers(1, 99)), max_size=9)
@@ -506,7 +495,7 @@ def test_all_corners_of_the_hull_are_found(points: list[PricedCut]) -> None:
     def least(for_bytes: int, for_prices: int) -> PricedCut:
         return min(parts, key=lambda part: (for_bytes * part.nbytes + for_prices * part.price, part.price))
 
-    found = hull_between(whole, again, least, depth=9)
+    found = selective_recompute.hull_between(whole, again, least, depth=9)
     corners = [part for part in parts[1:-1] if is_corner(part, parts)]
     assert corners == [part for part in found if is_corner(part, parts)]
     assert [part.nbytes for part in found] == sorted({part.nbytes for part in found}, reverse=True)

@@ -1,7 +1,6 @@
 """A captured model of transformers runs the attention that it runs eagerly, whatever its batch masks."""
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -103,11 +102,10 @@ def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(c
     functions = "prepare_padding_mask", "find_packed_sequence_indices"
     before = [getattr(masking_utils, name) for name in functions]
     planned = Checkpointable(model := llama(), words(mask=True), mem_limit="1GB")
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        for length in (16, 8):
-            for padded in (False, True):
-                assert_same_gradients(planned, model, words(mask=True, padded=padded, length=length))
-                assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
+    for length in (16, 8):
+        for padded in (False, True):
+            assert_same_gradients(planned, model, words(mask=True, padded=padded, length=length))
+            assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
     assert len(logged(caplog, "planning_again")) == 1
     assert logged(caplog, "planning_again", cause="mask")
     assert not logged(caplog, "unplanned_graph")
@@ -178,9 +176,8 @@ def test_where_the_first_graph_asks_and_another_is_planned_plans_wait_as_well(ca
     model = Broken()
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
     assert not list(attentions(planned))
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        for padded in (False, True, True, False):
-            assert_same_gradients(planned, model, words(mask=True, padded=padded))
+    for padded in (False, True, True, False):
+        assert_same_gradients(planned, model, words(mask=True, padded=padded))
     # After a break, the first forward that comes to another graph goes on as it is.
     assert [len(logged(caplog, kind)) for kind in ("unplanned_graph", "planning_again")] == [1, 1]
 

@@ -4,7 +4,7 @@ import copy
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -327,9 +327,7 @@ def assert_follows(planned: Checkpointable, plain: nn.Module, batches: Any, *sha
     assert not measured
 
 
-def test_other_shapes_follow_the_plan_with_nothing_captured_but_for_a_size_of_one_and_larger_ones_are_planned_for(
-    captured: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_shapes_follow_the_plan_uncaptured_but_for_one_and_larger_ones_are_planned(captured, caplog) -> None:
     # Planned for sizes that are equal, which says nothing about later ones.
     planned, plain = planned_and_plain(Language(), sentences(16, 16))
     assert_follows(planned, plain, sentences, (16, 16), (9, 11), (2, 2))
@@ -378,20 +376,16 @@ def test_what_follows_a_graph_break_serves_every_shape_too(captured: list[object
 class Asking(Tower):
     """Its code asks for the very length of its input, so every length has a graph; all of them do the same."""
 
-    def __init__(self) -> None:
-        super().__init__(32, 3)
-        self.factors = [1 + number / 64 for number in range(64)]
+    factors = tuple(1 + number / 64 for number in range(64))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return super().forward(value * self.factors[value.shape[1]])
 
 
 @pytest.mark.parametrize("lengths", [(40, 33, 39, 33), pytest.param(range(40, 30, -1), marks=pytest.mark.slow)])
-def test_lengths_with_a_graph_each_follow_the_plan_which_is_said_while_another_thread_compiles(
-    lengths: Sequence[int], captured: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lengths_with_a_graph_each_follow_the_plan_and_a_thread_compiles_as_said(lengths, captured, caplog) -> None:
     """TorchDynamo by itself makes eight graphs, and then runs a model as it is."""
-    planned, plain = planned_and_plain(Asking(), rows(8, 40))
+    planned, plain = planned_and_plain(Asking(32, 3), rows(8, 40))
     # TorchDynamo calls no callbacks meanwhile: it waits until all threads are done.
     with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "another's"):
         assert_follows(planned, plain, rows, *((8, length) for length in lengths))
@@ -402,7 +396,7 @@ def test_lengths_with_a_graph_each_follow_the_plan_which_is_said_while_another_t
 def test_lengths_beyond_the_most_graphs_of_a_model_are_planned_for_too(captured, monkeypatch) -> None:
     for module in (tracing, captured_forward):
         monkeypatch.setattr(module, "MOST_GRAPHS", 2)
-    planned, plain = planned_and_plain(Asking(), rows(8, 30))
+    planned, plain = planned_and_plain(Asking(32, 3), rows(8, 30))
     planned.mem_limit = "1GB"
     for length in range(31, 34):
         assert_trains_like(planned, plain, rows(8, length))
@@ -458,7 +452,7 @@ def test_a_model_that_cannot_be_traced_with_symbols_is_traced_for_its_shape(capt
 
     monkeypatch.setattr(captured_forward, "_backend", refuse_symbols)
     with caplog.at_level(logging.INFO, "rotor_py"):
-        planned, plain = planned_and_plain(Asking(), rows(8, 40))
+        planned, plain = planned_and_plain(Asking(32, 3), rows(8, 40))
     assert logged(caplog, "graph_per_shape")
     for length in (40, 33):
         assert_trains_like(planned, plain, rows(8, length))

@@ -86,7 +86,6 @@ def step_peak(planned: nn.Module, batch: Any, optimizer: Any = None, *, fresh_gr
 
 def between(planned: Checkpointable, share: float) -> int:
     """A limit `share` of the way from the least possible to storing everything."""
-    assert planned.budget is not None
     least, full = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
     return int(least + share * (full - least))
 

@@ -234,9 +234,7 @@ def test_too_small_a_limit_says_what_would_do() -> None:
         (True, lambda planned: planned(images(64, 64))),  # before measuring
     ],
 )
-def test_a_refused_limit_holds_nothing_once_its_error_is_gone(
-    fresh: bool, refused: Callable[[Checkpointable], object]
-) -> None:
+def test_a_refused_limit_holds_nothing_once_its_error_is_gone(fresh: bool, refused: Callable[..., object]) -> None:
     planned = Checkpointable(blocks(2, 8), mem_limit="500kB", loss=square, fresh_grads=fresh)
     planned.measure(images(1, 8))
     with without_collector():

@@ -16,18 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, recompute_all, store_all
-from tests.checkpointable.steps import (
-    CPU,
-    Residual,
-    Stack,
-    Tower,
-    between,
-    blocks,
-    images,
-    planned_at,
-    square,
-    step_peak,
-)
+from tests.checkpointable.steps import Residual, Stack, Tower, between, blocks, images, planned_at, square, step_peak
 from tests.execute.sequences import any_sequence, persistent_sequence
 from tests.fields import logged
 
@@ -241,7 +230,9 @@ def hold(model: nn.Module) -> None:
 def peak(model: nn.Module, step: Any, *batch: torch.Tensor, fresh: bool = True) -> int:
     model.zero_grad(set_to_none=fresh)
     grads = [each.grad for each in model.parameters() if each.grad is not None]
-    return measured_peak(lambda: step(model), [*model.parameters(), *grads, *(batch or BATCH.values())], CPU)
+    return measured_peak(
+        lambda: step(model), [*model.parameters(), *grads, *(batch or BATCH.values())], torch.device("cpu")
+    )
 
 
 def stored(planned: Checkpointable) -> Sequence:

@@ -23,8 +23,6 @@ def loss(output):
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
-
-
 FICKLE = """
 import torch
 from torch import nn

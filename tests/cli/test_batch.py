@@ -27,9 +27,7 @@ def test_max_is_the_batch_of_which_one_more_needs_more_than_the_limit_also_of_te
         assert max(whole["plan"]["peak_bytes"], found["measured_peak_bytes"]) <= 2_600_000
 
 
-def test_best_is_a_multiple_has_a_plan_a_chart_and_a_picture_and_accumulation_keeps_the_effective_batch(
-    plan, model_file, tmp_path
-):
+def test_best_is_a_multiple_with_plan_chart_and_picture_and_accumulation_keeps_the_batch(plan, model_file, tmp_path):
     page, saved = tmp_path / "plan.html", tmp_path / "plan.json"
     options = ("--batch", "best", "--batch-multiple", 3, "--grad-accumulation", 60, "--json", saved, "--html", page)
     result = plan(model_file(), "--mem-limit", "4MB", *options)

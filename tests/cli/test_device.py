@@ -128,9 +128,7 @@ def test_bytes_alone_are_a_device_whose_rates_stand_in_is_said_and_recurrent_lay
     assert found["mem_limit"] < 0.9 * 24e9
 
 
-def test_a_file_has_a_device_of_ones_own_of_which_there_may_be_several_and_autocast_is_in_the_plan(
-    tmp_path: Path,
-) -> None:
+def test_a_file_has_a_device_of_ones_own_of_which_there_may_be_several_and_autocast_is_planned(tmp_path: Path) -> None:
     file, saved = tmp_path / "mine.toml", tmp_path / "plan.json"
     cells = {"bandwidth": 1e12, "bf16": 1e14, "fp16": 1e14, "tf32": 5e13, "fp32": 2e13, "link": 3e10, "pcie": 3e10}
     lines = [f"{key} = {value}" for key, value in cells.items()]

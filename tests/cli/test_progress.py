@@ -117,9 +117,7 @@ def test_the_time_left_is_that_of_the_rest_at_the_pace_so_far(terminal: Terminal
     assert {seconds: in_words(seconds) for seconds in words} == words
 
 
-def test_a_line_says_what_is_done_and_how_much_of_it_within_the_terminal_and_before_the_first_part_is_done(
-    terminal: Terminal, monkeypatch
-) -> None:
+def test_a_line_says_what_is_done_and_how_much_within_the_terminal_and_before_a_part_is(terminal, monkeypatch) -> None:
     terminal.on()
     clock = SimpleNamespace(now=100.0)
     shown = Activities(True, lambda: clock.now)

@@ -1,6 +1,7 @@
 """What rotor-plan says when something is wrong: an exit code, one clear message, no traceback of its own."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 
@@ -157,11 +158,7 @@ def test_an_error_of_the_model_ends_with_4_and_its_own_traceback(plan, model_fil
 
 def test_an_interrupt_ends_with_130_and_an_unexpected_error_with_1(plan, model_file, monkeypatch):
     assert plan(model_file(f"{HEAD}raise KeyboardInterrupt\n"), "--mem-limit", "1GB").exit_code == 130
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("inside")
-
-    monkeypatch.setattr("rotor_cli.write_outputs.write_outputs", broken)
+    monkeypatch.setattr("rotor_cli.write_outputs.write_outputs", Mock(side_effect=ZeroDivisionError("inside")))
     result = plan(model_file(), "--mem-limit", "1GB")
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.stderr

@@ -43,9 +43,7 @@ def facts_of(**changes: int) -> Facts:
     return Facts("net", "cpu", budget.peak_bytes(stored), budget, network.inspection_values, stored)
 
 
-def test_a_sweep_needs_no_limit_goes_from_the_least_to_storing_everything_and_is_shown_alone_or_below_the_plan(
-    plan, model_file, tmp_path
-):
+def test_a_sweep_needs_no_limit_goes_from_least_to_storing_all_and_is_alone_or_below_plans(plan, model_file, tmp_path):
     shown = plan(model_file(), "--sweep", "--json", tmp_path / "found.json").stdout
     assert shown.startswith("net.py: ")
     assert "of activation memory" in shown

@@ -9,6 +9,7 @@ import pytest
 from rotor_py import Checkpointable
 from tests.fields import ends
 
+pytestmark = pytest.mark.usefixtures("fast_link")
 MODEL = """
 import torch
 from torch import nn
@@ -23,11 +24,6 @@ sample = torch.randn(256, 64)
 def loss(output):
     return output.square().mean()
 """
-
-
-@pytest.fixture(autouse=True)
-def fast_link(monkeypatch):
-    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
 
 
 def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, report, model_file, tmp_path):
@@ -91,9 +87,7 @@ def loss(output):
 """
 
 
-def test_fewer_bits_need_less_are_told_of_where_they_are_needed_and_load_again(
-    plan, report, model_file, tmp_path, monkeypatch
-):
+def test_fewer_bits_need_less_are_told_of_where_needed_and_load_again(plan, report, model_file, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     file, path, saved = model_file(WIDE), tmp_path / "report.json", tmp_path / "plan.json"
     shown = plan(file, "--mem-limit", "1GB", "--keep", "int8", "--verify", "--json", path).stdout
@@ -125,9 +119,7 @@ def test_fewer_bits_need_less_are_told_of_where_they_are_needed_and_load_again(
     assert names["model"].sequence is not None
 
 
-def test_a_batch_is_chosen_with_fewer_bits_or_moves_and_another_word_is_answered_with_those_known(
-    plan, model_file, tmp_path
-):
+def test_a_batch_is_chosen_with_fewer_bits_or_moves_and_an_unknown_word_gets_those_known(plan, model_file, tmp_path):
     text = WIDE.replace("sample = torch.randn(256, 32)", "def sample(batch): return torch.randn(batch, 32)")
     file = model_file(text.replace("time.sleep(0.004)", "time"))
     shown = plan(file, "--mem-limit", "4MB", "--batch", "max", "--keep", "bf16", "--offload", f"file:{tmp_path}").stdout

@@ -86,9 +86,7 @@ def test_a_line_never_ends_between_a_number_and_its_unit(width: int) -> None:
     assert shown(Prose("an anchor of\ntwo lines"), 40) == ["an anchor of", "two lines"]
 
 
-def test_a_pipe_and_a_printed_report_are_as_wide_as_columns_says_and_without_colours(
-    plan, model_file, facts: Facts, monkeypatch
-) -> None:
+def test_a_pipe_and_a_report_are_as_wide_as_columns_says_without_colours(plan, model_file, facts, monkeypatch) -> None:
     for columns, width in (("60", 60), ("100", 100), ("200", 100), ("many", 100), ("0", 100)):
         monkeypatch.setenv("COLUMNS", columns)
         assert console().width == width or columns == "200"

@@ -3,9 +3,15 @@
 import importlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from torch import fx
+from torch._dynamo.backends.common import AotAutograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import default_partition
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 
 from rotor_py import Checkpointable
@@ -44,3 +50,15 @@ def compiled(_compiled: Checkpointable) -> Checkpointable:
     """A `Net` whose stages run compiled; compiled once for all tests that do not train it further."""
     run_compiled(_compiled)
     return _compiled
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled graphs run their operators one by one: quicker, where a test is not about the code that is made."""
+
+    def compiled(graph: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
+        partition, table = config_patches.get("custom_partitioner_fn", default_partition), select_decomp_table()
+        options = {"fw_compiler": boxed_nop, "bw_compiler": boxed_nop, "decompositions": table}
+        return AotAutograd(**options, partition_fn=partition)(graph, inputs)
+
+    monkeypatch.setattr("rotor_profiling.torch_compat.compile_fx", compiled)

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import AotAutograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.partitioners import default_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from rotor_py import Checkpointable
 from rotor_py.compile import compiled_stage
@@ -61,13 +57,13 @@ def batch(rows: int = 64) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def network(compile: Compile = True, blocks: int = 4, *, budgets: bool = False, **given: Any) -> Checkpointable:
-    """A `Net` whose stages run compiled one by one, all that can be, whatever was measured."""
+def network(compile: Compile = True, blocks=4, *given: Any, budgets: bool = False, **more: Any) -> Checkpointable:
+    """A `Net`, or the `given` model on its sample, whose stages run compiled one by one, all that can be."""
     torch.manual_seed(0)
+    model, sample = given or (Net(blocks), batch())
+    options = {"compile": compile, "loss": loss, "fresh_grads": True, "granularity": blocks, **more}
     with stage_by_stage(budgets=budgets):
-        found = Checkpointable(
-            Net(blocks), batch(), "1GB", compile=compile, loss=loss, fresh_grads=True, granularity=blocks, **given
-        )
+        found = Checkpointable(model, sample, "1GB", **options)
     run_compiled(found)
     return found
 
@@ -103,17 +99,6 @@ def whole(limit: int | str, loss: Any = loss, make: Any = Net, blocks: int = 2) 
     plan.turn_to(plan.ways[0])
     found.sequence = store_all(found.chain)
     return found
-
-
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled graphs run their operators one by one: quicker, where a test is not about the code that is made."""
-
-    def compiled(graph: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
-        partition, table = config_patches.get("custom_partitioner_fn", default_partition), select_decomp_table()
-        options = {"fw_compiler": boxed_nop, "bw_compiler": boxed_nop, "decompositions": table}
-        return AotAutograd(**options, partition_fn=partition)(graph, inputs)
-
-    monkeypatch.setattr("rotor_profiling.torch_compat.compile_fx", compiled)
 
 
 class Compilations:

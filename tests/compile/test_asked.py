@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import fx, nn
 from torch._inductor import config as inductor_config
 
-from rotor_cli.main import main
 from rotor_py import Checkpointable
 from rotor_py.backend import rotor
 from rotor_py.capture import variants
-from tests.compile.network import Net, Wide, batch, gradients, loss, stage_by_stage, without_inductor
-from tests.fields import logged, raises
+from tests.compile.network import Net, Wide, batch, gradients, loss, stage_by_stage
+from tests.fields import invoke, logged, raises
 
 
 @pytest.fixture
@@ -39,8 +37,8 @@ def planned() -> Checkpointable:
     return Checkpointable(Net(), mem_limit="1GB", loss=loss, fresh_grads=True, granularity=4)
 
 
-def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: list[int], monkeypatch) -> None:
-    without_inductor(monkeypatch)
+@pytest.mark.usefixtures("without_inductor")
+def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: list[int]) -> None:
     found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, fresh_grads=True, granularity=3)
     found.measure(batch())  # plain: nothing has been said of compiling
     found.compile(options={"fallback_random": True})
@@ -53,9 +51,7 @@ def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: li
     assert len(seen) == 1
 
 
-def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cuda_graphs_are_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cuda_graphs_are_refused(caplog) -> None:
     tuned = ("coordinate_descent_tuning", True), ("max_autotune", True)
     given: Any
     for given, inductor in (
@@ -91,13 +87,11 @@ def test_modes_and_options_are_those_of_torch_compile_but_another_backend_and_cu
             Checkpointable(Net(1), compile=True)
         Checkpointable(Net(1), compile={"triton.cudagraphs": False})
     for mode, words in (("reduce-overhead", "without CUDA graphs"), ("default", "takes no mode")):
-        result = CliRunner().invoke(main, ["net.py", "--compile", mode])
+        result = invoke("net.py", "--compile", mode)
         assert (result.exit_code, words in result.stderr) == (2, True)
 
 
-def test_torch_compile_around_the_model_and_plans_from_files_compile_nothing_and_say_so_once(
-    seen, caplog, tmp_path: Path
-) -> None:
+def test_torch_compile_around_the_model_and_plans_from_files_compile_nothing_and_say_so(seen, caplog, tmp_path) -> None:
     found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, granularity=3)
     around = torch.compile(found, mode="reduce-overhead")
     for _ in range(2):
@@ -152,7 +146,7 @@ def test_the_command_captures_a_chain_to_compile_verifies_and_saves_it(tmp_path:
     file = tmp_path / "net.py"
     file.write_text(MODEL, encoding="utf-8")
     options = ["--mem-limit", "1GB", "--compile", "--verify", "--json", "-", "--save", str(tmp_path / "plan.json")]
-    result = CliRunner().invoke(main, [str(file), *options])
+    result = invoke(file, *options)
     assert result.exit_code == 0, result.output
     assert seen[0] > 0
     report = json.loads(result.stdout)

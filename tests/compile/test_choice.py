@@ -13,24 +13,12 @@ from rotor_py.capture.variants import with_ways
 from rotor_py.compile.compiled_stage import same_bits
 from rotor_solver import InfeasibleError, Persistent, simulate, store_all
 from tests.capture.steps import assert_same_step, in_part
-from tests.compile.network import (
-    Compilations,
-    Net,
-    batch,
-    loss,
-    measured,
-    network,
-    peak,
-    results,
-    same,
-    stage_by_stage,
-    without_inductor,
-)
+from tests.compile.network import Compilations, Net, batch, loss, measured, network, peak, results, same, stage_by_stage
 from tests.fields import logged
 
 
+@pytest.mark.usefixtures("without_inductor")
 def test_stages_of_one_kind_are_compiled_once_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_inductor(monkeypatch)
     compilations, told = Compilations(monkeypatch), list[str]()
     found = network(blocks=5, progress=lambda done, total, name: told.append(name))
     assert len(found.names) >= 5

@@ -6,26 +6,12 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 
 from rotor_py import Checkpointable, verify
 from rotor_solver import Sequence, recompute_all, store_all
-from tests.compile.network import (
-    ROWS,
-    WIDTH,
-    batch,
-    gradients,
-    loss,
-    measured,
-    network,
-    peak,
-    results,
-    run_compiled,
-    same,
-    share_of,
-    stage_by_stage,
-    whole,
-)
+from tests.checkpointable.steps import Tower
+from tests.checkpointable.steps import square as loss
+from tests.compile.network import ROWS, WIDTH, batch, gradients, measured, network, peak, results, same, share_of, whole
 
 Pair = tuple[tuple[Checkpointable, Sequence], tuple[Checkpointable, Sequence]]
 """A model and its sequence, which recomputes, and the same that stores everything."""
@@ -123,25 +109,19 @@ def test_numbers_are_those_of_eager_mode_but_for_rounding() -> None:
         torch.testing.assert_close(a, b)
 
 
-class Alternating(nn.Module):
+class Alternating(Tower):
     """Equal blocks, which read one and the other of two inputs in turn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
     def forward(self, value: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.layers):
             value = torch.tanh(block(value)) * (one if number % 2 else other)
         return value
 
 
 def test_equal_blocks_read_what_is_theirs() -> None:
-    model = Alternating()
+    model = Alternating(WIDTH, 4)
     values = (batch(), batch().sin(), batch().cos())
-    with stage_by_stage():
-        found = Checkpointable(model, values, "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
-    run_compiled(found)
+    found = network(True, 4, model, values)
     found.sequence = recompute_all(found.chain)
     made = []
     for run in (found, model):

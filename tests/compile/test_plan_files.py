@@ -22,9 +22,7 @@ def loaded(path: Path, blocks: int = 4, **given: Any) -> Checkpointable:
     return Checkpointable(Net(blocks), plan=path, granularity=blocks, **given)
 
 
-def test_who_loads_it_has_the_same_numbers_but_with_no_other_torch_and_no_option_that_is_no_data(
-    compiled: Checkpointable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loaded_numbers_are_the_same_with_the_same_torch_and_options_of_data(compiled, tmp_path, monkeypatch) -> None:
     found, path = compiled, tmp_path / "saved.json"
     found.sequence = middle(found)  # recomputes some of the compiled stages
     found.save_plan(path)

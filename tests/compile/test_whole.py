@@ -11,21 +11,9 @@ from rotor_py import Checkpointable
 from rotor_py.capture.variants import CompileBudget
 from rotor_py.measure.measurement import Measurement
 from rotor_solver import store_all
-from tests.compile.network import (
-    ROWS,
-    Compilations,
-    Net,
-    Wide,
-    batch,
-    loss,
-    measured,
-    peak,
-    results,
-    same,
-    share_of,
-    whole,
-    without_inductor,
-)
+from tests.checkpointable.steps import square as loss
+from tests.compile.network import ROWS, Compilations, Net, Wide, batch, measured, peak, results, share_of, whole
+from tests.execute.test_moving import same
 from tests.fields import logged
 
 
@@ -45,14 +33,11 @@ def test_the_graph_is_one_compiled_stage_inside_the_limit(free: Checkpointable) 
 
 
 @pytest.mark.slow
-def test_it_leaves_room_for_a_loss_that_takes_much_also_from_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_leaves_room_for_a_large_loss_also_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def large(output: torch.Tensor) -> torch.Tensor:
         return output.repeat(1, 8).exp().mean()
 
     free = whole("1GB", large, Wide, 1)
-    assert free.budget is not None
     chain = replace(free.budget.chain, loss_temp=0)
     assert peak(free) > replace(free.budget, chain=chain).peak_bytes(store_all(chain))
     compilations = Compilations(monkeypatch)
@@ -67,8 +52,6 @@ def test_it_leaves_room_for_a_loss_that_takes_much_also_from_a_file(
     assert json.loads((tmp_path / "plan.json").read_text())["compiled"]["room"] > 0
     assert measured(again, batch(ROWS), large) <= limit
     assert len(again.compiled) == 1
-    assert again.sequence is not None
-    assert tight.sequence is not None
     again.model.load_state_dict(tight.model.state_dict())
     assert same(results(again, again.sequence, batch(ROWS)), results(tight, tight.sequence, batch(ROWS)))
 
@@ -88,7 +71,6 @@ class Attempts:
 
         monkeypatch.setattr(CompileBudget, "taken", taken)
         monkeypatch.setattr("rotor_py.capture.variants._stage_by_stage", lambda *_: [])
-        without_inductor(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +82,8 @@ class Attempts:
         pytest.param((1.04, 1.02), None, marks=pytest.mark.slow),
     ],
 )
-def test_one_more_partition_is_compiled_at_most_with_the_room_that_the_first_one_shows(
-    monkeypatch: pytest.MonkeyPatch, free: Checkpointable, shares: tuple[float, ...], kept: int | None
-) -> None:
+@pytest.mark.usefixtures("without_inductor")
+def test_one_more_partition_at_most_is_compiled_with_the_room_the_first_shows(monkeypatch, free, shares, kept) -> None:
     attempts = Attempts(monkeypatch, *shares)
     found = whole(share_of(free, 0.9), make=Wide)
     assert len(attempts.saved) == len(shares)
@@ -132,10 +113,8 @@ def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(
     assert saved[0] > saved[1] == saved[2]
 
 
-def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    without_inductor(monkeypatch)
+@pytest.mark.usefixtures("without_inductor")
+def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(CompileBudget, "available", property(lambda room: 1))  # no partition fits
         found = whole("1GB", make=Wide)
@@ -149,10 +128,8 @@ def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(
     assert logged(caplog, "not_compiled", name="the graph as a whole")
 
 
-def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    without_inductor(monkeypatch)
+@pytest.mark.usefixtures("without_inductor")
+def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     plain = Checkpointable(Wide(2), batch(ROWS), "1GB", loss=loss, fresh_grads=True, granularity=2)
     plain.compute_sequence()
     roomy = CompileBudget.partitioner

@@ -7,29 +7,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
-from tests.checkpointable.steps import between
+from tests.checkpointable.steps import Stack, between
 from tests.distributed import steps
 from tests.distributed.processes import device, here, kept, least_peak, logs, present_bytes, random_state
+from tests.training.stepping import Block
 
 SCHEDULES: dict[str, Any] = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "ZBV": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
+    "GPipe": schedules.ScheduleGPipe,
+    "1F1B": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "ZBV": schedules.ScheduleZBVZeroBubble,
+    "DualPipeV": schedules.ScheduleDualPipeV,
 }
 SINGLE = ("GPipe", "1F1B")
 """Schedules with one stage per rank; the others have two here."""
@@ -37,22 +30,6 @@ V = ("ZBV", "DualPipeV")
 """Schedules in which the first rank has the first and the last stage."""
 SAMPLES, WIDTH = 128, 32
 """of one microbatch"""
-
-
-class Residual(nn.Module):
-    """No chain of modules: skip connections, dropout."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-            for _ in range(count)
-        )
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            value = value + nn.functional.dropout(block(value), 0.1, self.training)
-        return value
 
 
 def chain(count: int) -> nn.Module:
@@ -67,7 +44,7 @@ def made(kind: str, index: int) -> nn.Module:
     torch.manual_seed(index)
     if kind == "layer":
         return nn.Linear(WIDTH, WIDTH, bias=False)
-    return (chain(3 + index % 2) if kind == "chain" else Residual(3 + index % 2)).train()
+    return (chain(3 + index % 2) if kind == "chain" else Stack(*(Block(WIDTH) for _ in range(3 + index % 2)))).train()
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -89,18 +66,15 @@ def microbatches(name: str) -> int:
 class Pipeline:
     """The stages of one process, and their schedule. A `share` plans each, so much of the way to storing everything."""
 
-    def __init__(
-        self, rank: int, name: str, kind: str, share: float | None, options: dict[str, Any], count: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, name: str, kind: str, share: float | None, options: Any, count: int = 0) -> None:
         self.rank, self.name = rank, name
-        self.microbatches = microbatches(name) if count is None else count
+        self.microbatches = count or microbatches(name)
         own, number = indices(name, rank), dist.get_world_size() * (1 if name in SINGLE else 2)
         self.models = [made(kind, i) if share is None else self._planned(made(kind, i), i, share) for i in own]
         named = zip(self.models, own, strict=True)
         self.stages = [PipelineStage(model, index, number, device(), **options) for model, index in named]
-        self.schedule = SCHEDULES[name](
-            self.stages[0] if name in SINGLE else self.stages, self.microbatches, loss_fn=loss
-        )
+        stages = self.stages[0] if name in SINGLE else self.stages
+        self.schedule = SCHEDULES[name](stages, self.microbatches, loss_fn=loss)
         self.first, self.last = 0 in own, number - 1 in own
 
     def follow(self, planned: list[Any]) -> None:
@@ -161,9 +135,8 @@ def planned_in_the_first_step(rank: int, name: str, limit: int) -> tuple[list[st
     pipeline = Pipeline(rank, name, "chain", None, {})
     # On one device, each model is beside the others and what they hold.
     limit += present_bytes() + (device().type == "cuda") * 10**5 * (len(pipeline.models) - 1)
-    pipeline.follow(
-        [Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in enumerate(pipeline.models)]
-    )
+    models = enumerate(pipeline.models)
+    pipeline.follow([Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in models])
     return different(pipeline, expected)
 
 
@@ -187,7 +160,6 @@ def planned_for_flight(rank: int, name: str, kind: str, share: float, whole: boo
         )
         model.measure(sample.clone().requires_grad_(not stage.is_first))
         sequence = model.compute_sequence(between(model, share))
-        assert model.budget is not None
         buffers = buffer_bytes(pipeline.schedule, stage, sample, sample)
         allowed += model.mem_limit + buffers  # type: ignore[operator] # bytes
         predicted += model.budget.peak_bytes(sequence) + buffers

@@ -19,6 +19,7 @@ from tests.distributed.processes import here, kept, least_peak, random_state
 Numbers = dict[str, torch.Tensor]
 Batch = dict[str, Any]
 Loss = Callable[[Any], torch.Tensor]
+Found = tuple[str, list[str], int, int, int]
 
 
 def adam(model: nn.Module) -> Optimizer:
@@ -42,9 +43,7 @@ def backward(model: Any, given: list[Batch], loss: Loss) -> list[torch.Tensor]:
     return losses
 
 
-def trained(
-    model: nn.Module, optimizer: Optimizer, given: list[Batch], loss: Loss, accumulated: int = 1, seed: int = 0
-) -> Numbers:
+def trained(model, optimizer: Optimizer, given: list[Batch], loss: Loss, accumulated=1, seed=0) -> Numbers:
     """All numbers of a step for each `accumulated` of the batches, as this process has them."""
     torch.manual_seed(seed)
     numbers: Numbers = {}
@@ -81,33 +80,19 @@ def measured_peak_of(planned: Checkpointable, optimizer: Optimizer, given: list[
     return least_peak(lambda: backward(planned, batches, loss), present, enough)
 
 
-def same_as_plain(
-    make: Callable[[], nn.Module],
-    given: list[Batch],
-    loss: Loss,
-    share: float,
-    accumulated: int = 1,
-    seed: int = 0,
-    closest: bool = False,
-) -> tuple[str, list[str], int, int, int]:
+def same_as_plain(make, given: list[Batch], loss: Loss, share: float, accumulated=1, seed=0, closest=False) -> Found:
     """The sequence, the names of numbers that differ; limit, prediction and measured peak of a step with a plan."""
     model = make()
     expected = trained(model, adam(model), given, loss, accumulated, seed)
     model = make()
-    optimizer, names, measured_stages = adam(model), list(model.state_dict()), list[str]()
+    optimizer, names, measured_stages = adam(model), list(model.state_dict()), list[object]()
     set_sync(model, accumulated == 1)
-    planned = Checkpointable(
-        model,
-        here(given[0]),
-        loss=loss,
-        optimizer=optimizer,
-        progress=lambda done, count, name: measured_stages.append(name),
-    )
+    told = {"loss": loss, "optimizer": optimizer, "progress": lambda *state: measured_stages.append(state)}
+    planned = Checkpointable(model, here(given[0]), **told)
     measured_stages.clear()
     limit = between(planned, share)
     sequence = planned.compute_sequence(limit)
     found = trained(planned, optimizer, given, loss, accumulated, seed)
-    assert planned.budget is not None
     predicted = planned.budget.peak_bytes(sequence)
     measured = measured_peak_of(planned, optimizer, given[:1] * accumulated, loss, 0 if closest else predicted)
     assert measured_stages == []  # it is not planned again

@@ -1,6 +1,7 @@
 """Models that are split among processes by `parallelize_module`, and further by `fully_shard`; what processes do."""
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from rotor_profiling import loss_layouts
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.measure.cut import cut
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
+from tests.checkpointable.steps import Stack
 from tests.distributed import steps
 from tests.distributed.fsdp_models import BATCH, LENGTH, WIDTH, llama
 from tests.distributed.processes import device
@@ -33,20 +35,14 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tenso
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-class MLP(nn.Sequential):
-    """Named layers, for plans of `parallelize_module`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
-        self.act = nn.GELU()
-        self.drop = nn.Dropout(0.1)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
-
-
 def chain() -> nn.Sequential:
-    return nn.Sequential(*(MLP() for _ in range(3)), nn.Linear(WIDTH, 4))
+    """Blocks of named layers, for plans of `parallelize_module`."""
+
+    def block() -> nn.Sequential:
+        layers = {"norm": nn.LayerNorm(WIDTH), "wide": nn.Linear(WIDTH, 4 * WIDTH), "act": nn.GELU()}
+        return nn.Sequential(OrderedDict(layers, drop=nn.Dropout(0.1), narrow=nn.Linear(4 * WIDTH, WIDTH)))
+
+    return nn.Sequential(*(block() for _ in range(3)), nn.Linear(WIDTH, 4))
 
 
 def columns_and_rows(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -86,22 +82,14 @@ def time_first(mesh: DeviceMesh) -> nn.Sequential:
     return nn.Sequential(*(TimeFirst(block) for block in list(model)[:-1]), model[-1])
 
 
-class Skipped(nn.Module):
-    """Blocks with skip connections, which are captured. Their hidden layers have a width of three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(SkippedBlock() for _ in range(3))
-        self.out = nn.Linear(WIDTH, 5)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            input = block(input)
-        output: torch.Tensor = self.out(input)
-        return output
+def skipped() -> Stack:
+    """Blocks with skip connections, which are captured."""
+    return Stack(*(SkippedBlock() for _ in range(3)), nn.Linear(WIDTH, 5))
 
 
 class SkippedBlock(nn.Module):
+    """Its hidden layer has a width of three."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
@@ -114,9 +102,9 @@ class SkippedBlock(nn.Module):
 
 def uneven_parts(model: Any, mesh: DeviceMesh) -> nn.Module:
     """The first process has two of three columns. Only as DTensors can parts be of several sizes."""
-    for block in model.blocks:
+    for block in model.layers[:-1]:
         parallelize_module(block, mesh, {"wide": ColwiseParallel(use_local_output=False), "narrow": RowwiseParallel()})
-    return parallelize_module(model, mesh, {"out": ColwiseParallel(output_layouts=Replicate())})
+    return parallelize_module(model, mesh, {"layers.3": ColwiseParallel(output_layouts=Replicate())})
 
 
 def heads_and_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -151,7 +139,7 @@ def heads_and_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.Module]]] = {
     "chain": (chain, columns_and_rows),
     "all shared": (chain, all_shared),
-    "uneven": (Skipped, uneven_parts),
+    "uneven": (skipped, uneven_parts),
     "llama, sequence": (partial(llama, **HEADS, num_hidden_layers=1), heads_and_sequence),
 }
 
@@ -179,7 +167,7 @@ def batches(kind: str, count: int) -> list[dict[str, Any]]:
     found = [torch.randn(BATCH, LENGTH, WIDTH, **drawn) for _ in range(count)]
     if kind == "all shared":
         found = [each.chunk(dist.get_world_size(), 1)[dist.get_rank()] for each in found]
-    return [{"input": each} for each in found]
+    return [{"x" if kind == "uneven" else "input": each} for each in found]
 
 
 def loss(output: Any) -> torch.Tensor:
@@ -189,9 +177,7 @@ def loss(output: Any) -> torch.Tensor:
     return found
 
 
-def same_as_plain(
-    rank: int, kind: str, parallel: str, share: float, closest: bool = False
-) -> tuple[str, list[str], int, int, int]:
+def same_as_plain(rank: int, kind: str, parallel: str, share: float, closest: bool = False) -> steps.Found:
     return steps.same_as_plain(partial(made, kind, parallel), batches(kind, 2), loss, share, closest=closest)
 
 

@@ -22,9 +22,7 @@ F = nn.functional
 
 
 def chain() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(3):
-        layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1)]
+    layers = [each for _ in range(3) for each in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1))]
     return nn.Sequential(*layers, nn.Linear(64, 8))
 
 
@@ -73,7 +71,6 @@ def halfway(rank: int, kind: str) -> int:
     """A limit for which something has to be computed twice, gradient buckets counted, `present_bytes` not."""
     probe = Checkpointable(made(kind), loss=loss)
     probe.measure(here(batches(0, 1)[0]))
-    assert probe.budget is not None
     budget = replace(probe.budget, fixed=replace(probe.budget.fixed, other=0))
     whole = (budget.least_bytes() + budget.peak_bytes(store_all(budget.chain))) // 2
     return whole + sum(p.numel() * p.element_size() for p in probe.parameters())
@@ -101,9 +98,7 @@ def planned_part(model: nn.Module) -> Checkpointable:
     return found
 
 
-def trained(
-    rank: int, kind: str, order: str, limit: int | None, accumulated: int = 1, **options: Any
-) -> tuple[nn.Module, Numbers]:
+def trained(rank, kind, order: str, limit: int | None, accumulated=1, **options: Any) -> tuple[nn.Module, Numbers]:
     before = present_bytes()
     torch.manual_seed(rank)
     model = wrapped(made(kind), order, None if limit is None else limit + before, **options)
@@ -111,12 +106,10 @@ def trained(
     return model, steps.trained(model, optimizer, batches(rank, 3 * accumulated), loss, accumulated, seed=rank)
 
 
-def same_as_plain(
-    rank: int, kind: str, order: str, limit: int, accumulated: int = 1, options: dict[str, Any] | None = None
-) -> tuple[str, list[str]]:
+def same_as_plain(rank, kind, order: str, limit: int, accumulated: int, options: Any) -> tuple[str, list[str]]:
     """The sequence, and the names of numbers that are not those of plain training."""
-    expected = trained(rank, kind, "plain", None, accumulated, **(options or {}))[1]
-    model, found = trained(rank, kind, order, limit, accumulated, **(options or {}))
+    expected = trained(rank, kind, "plain", None, accumulated, **options)[1]
+    model, found = trained(rank, kind, order, limit, accumulated, **options)
     return str(planned_part(model).sequence), steps.different(found, expected)
 
 
@@ -127,8 +120,6 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
     present_bytes()  # the optimizer's state is counted below, and is to be gone
     planned = planned_part(model)
     batch = here(batches(rank, 1)[0])
-    assert planned.budget is not None
-    assert planned.sequence is not None
     model.zero_grad(set_to_none=False)
     present = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *batch.values()]
     # The optimizer is gone, and buckets are not among the tensors of DistributedDataParallel.
@@ -144,7 +135,6 @@ def bucket_bytes(rank: int, order: str) -> tuple[int, int]:
     """The bytes that a plan has for communication, and those of all gradients."""
     model = trained(rank, "chain", order, halfway(rank, "chain"))[0]
     budget = planned_part(model).budget
-    assert budget is not None
     return budget.fixed.communication, sum(each.nbytes for each in model.parameters())
 
 
@@ -154,7 +144,6 @@ def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
     inputs = [here(each["input"]) for each in batches(rank, 4)]
     for batch, gradient in zip(inputs, (True, False), strict=False):
         planned.measure(batch.detach().requires_grad_(gradient))
-        assert planned.budget is not None
         planned.mem_limit = max(planned.mem_limit or 0, planned.budget.least_bytes())
     planned.mem_limit += 2 * sum(p.nbytes for p in planned.parameters())  # buckets
     planned.progress = lambda done, count, name: measured.append(name)
@@ -222,9 +211,7 @@ CROSSED = [("chain", "inside"), ("captured", "outside")]
     ],
     ids=str,
 )
-def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
-    processes: Processes, kind: str, order: str, accumulated: int, options: dict[str, Any]
-) -> None:
+def test_numbers_are_those_of_plain_training_by_one_sequence(processes, kind, order, accumulated, options) -> None:
     found = processes.run(same_as_plain, kind, order, limit_of(processes, kind), accumulated, options)
     assert [different for _, different in found] == [[]] * len(found)
     (sequence,) = {sequence for sequence, _ in found}
@@ -285,7 +272,6 @@ def chosen(rank: int, more: list[int], batch: int) -> tuple[int, str, int | None
     found = largest_batch(model, sample_of, limit, optimizer=optimizer)
     found.network(sample_of(found.batch) + rank).square().mean().backward()
     gradient = model.module[0].weight.grad
-    assert gradient is not None
     others = [torch.empty_like(gradient) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(others, gradient)
     same = all(torch.equal(gradient, other) for other in others)
@@ -297,7 +283,6 @@ def test_all_processes_take_the_batch_that_fits_the_smallest_limit(processes: Pr
     found = processes.run(chosen, [*range(0, (count - 1) * 100_000, 100_000), 50][::-1], 40)
     ((batch, sequence),) = {(batch, sequence) for batch, sequence, *_ in found}
     for _, _, peak, limit, same in found:
-        assert peak is not None
         assert peak <= limit
         assert same
     assert batch == 40

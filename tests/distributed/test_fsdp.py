@@ -25,7 +25,7 @@ from rotor_py.distributed.sharding import ShardGroup, gathered, groups_of, shard
 from rotor_py.measure import rounds
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
 from tests.distributed.processes import Processes, assert_same_inside, here, kept, logs, mesh
-from tests.distributed.steps import between, same_as_plain
+from tests.distributed.steps import Found, between, same_as_plain
 
 slow = pytest.mark.slow
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -39,9 +39,7 @@ def free_to_store_in_part() -> Iterator[None]:
         yield
 
 
-def same(
-    rank: int, kind: str, options: str = "plain", accumulated: int = 1, share: float = 0.5
-) -> tuple[str, list[str], int, int, int]:
+def same(rank: int, kind: str, options: str = "plain", accumulated: int = 1, share: float = 0.5) -> Found:
     make, given = partial(made, kind, options), batches(kind, rank, 2 * accumulated)
     return same_as_plain(make, given, loss, share, accumulated, seed=rank)
 
@@ -80,7 +78,6 @@ def around_a_step(rank: int, folder: str) -> None:
     for value in (batch["value"], batch["value"][:3]):
         same_step([plain, planned], value=value)
         assert "CF_" in str(planned.sequence)
-        assert planned.inspection_values is not None
         assert len(planned.inspection_values.carried) == 1  # the skip connection
     for trained in (False, True):  # another plan has to be made for each
         for network in (plain, planned):
@@ -124,7 +121,6 @@ def stored_in_part(rank: int, kind: str) -> tuple[list[bool], int]:
     # FSDP has made none of its own yet: no step was taken.
     whole = sum(each.shape == (4 * WIDTH, WIDTH) and each.untyped_storage().nbytes() > 4 for each in parameters)
     same_step([made(kind, "plain"), planned], **batch)
-    assert planned.inspection_values is not None
     return ["in part" in " ".join(names) for names in planned.inspection_values.way_names], whole
 
 
@@ -213,9 +209,7 @@ def refusal(rank: int, kind: str) -> str:
         pytest.param("skips together", "mixed, full out", 2, 0.3, marks=slow),
     ],
 )
-def test_numbers_are_those_of_plain_training_inside_the_limit(
-    processes: Processes, kind: str, options: str, accumulated: int, share: float
-) -> None:
+def test_numbers_are_those_of_plain_training_inside_the_limit(processes, kind, options, accumulated, share) -> None:
     found = processes.run(same, kind, options, accumulated, share)
     assert_same_inside(found)
     assert "CF_" in found[0][0]
@@ -230,9 +224,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
         pytest.param("skips in parts", "plain", 0.5, True, True, marks=slow),
     ],
 )
-def test_stages_are_stored_in_part_inside_the_limit(
-    processes: Processes, kind: str, options: str, share: float, in_region: bool, gathers: bool
-) -> None:
+def test_stages_are_stored_in_part_inside_the_limit(processes, kind, options, share, in_region, gathers) -> None:
     found = processes.run(same_in_part, kind, options, share)
     assert_same_inside(found)
     for sequence, *_, gathers_seen in found if len(found) > 1 else []:  # one alone has all parameters: another plan
@@ -242,9 +234,7 @@ def test_stages_are_stored_in_part_inside_the_limit(
 
 
 @slow
-def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(processes, tmp_path: Path) -> None:
     processes.run(around_a_step, str(tmp_path))
 
 
@@ -253,9 +243,7 @@ def test_a_layer_that_gets_a_hook_stores_all_and_a_warning_says_so(processes: Pr
         assert any("stores all saved tensors, not a part" in each for each in said)
 
 
-def test_layers_of_a_chain_are_captured_one_by_one_and_measured_without_holding_whole_parameters(
-    processes: Processes,
-) -> None:
+def test_layers_of_a_chain_are_captured_alone_and_measured_without_whole_parameters(processes: Processes) -> None:
     # No graph has the first as it stands, the second saves something else, a part of the third is sharded.
     for found in processes.run(stored_in_part, "odd layers"):
         assert found == ([False, False, False, True, False], 0)
@@ -279,9 +267,7 @@ def test_stages_that_are_run_again_are_not_gathered_all_at_once(processes: Proce
         ("old torch", "needs torch 2.11 or newer"),
     ],
 )
-def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all_processes(
-    processes: Processes, kind: str, cause: str
-) -> None:
+def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all(processes, kind: str, cause: str) -> None:
     for said in processes.run(refusal, kind):
         assert cause in said
         assert "\n" not in said

@@ -13,16 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_py import Checkpointable
 from rotor_py.errors import OffloadError
 from rotor_py.offload import open_tier as tiers
-from tests.checkpointable.steps import Stack
+from tests.checkpointable.steps import Stack, square
 from tests.distributed import steps
 from tests.distributed.processes import Processes, least_peak
 from tests.training.stepping import Block
 
 ROWS, WIDTH = 256, 64
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
 
 
 def made() -> nn.Module:
@@ -38,16 +34,16 @@ def planned(rank: int, folder: str) -> Checkpointable:
     """A plan within a limit where computing again alone would be slow. The disks of ranks are not equally fast."""
     tiers.measured_bandwidth.cache_clear()
     tiers.measure_bandwidth = lambda *_: 1e13 / (1 + rank)  # type: ignore[attr-defined] # its name there
-    probe = Checkpointable(made(), batch(0), 10**9, loss=loss_of, cache=False).report()
+    probe = Checkpointable(made(), batch(0), 10**9, loss=square, cache=False).report()
     least = probe.budget.least_bytes()
     buckets = sum(each.nbytes for each in made().parameters())
     limit = int(least + 0.4 * (probe.store_all_bytes - least)) + buckets
-    return Checkpointable(made(), mem_limit=limit, loss=loss_of, cache=False, offload=f"file:{folder}")
+    return Checkpointable(made(), mem_limit=limit, loss=square, cache=False, offload=f"file:{folder}")
 
 
 def numbers(model: nn.Module, rank: int) -> steps.Numbers:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return steps.trained(model, optimizer, [{"x": batch(rank)}] * 3, loss_of, seed=rank)
+    return steps.trained(model, optimizer, [{"x": batch(rank)}] * 3, square, seed=rank)
 
 
 def same_as_plain(rank: int, folder: str) -> tuple[str, Any]:
@@ -56,15 +52,13 @@ def same_as_plain(rank: int, folder: str) -> tuple[str, Any]:
     network = planned(rank, folder)
     model = DistributedDataParallel(network)
     found = numbers(model, rank)
-    assert network.budget is not None
-    assert network.sequence is not None
     tier: Any = network._planner.model.tier
     before, value = tier.moved_bytes, batch(rank)
     model.zero_grad(set_to_none=False)
     present = [*model.parameters(), value, *(each.grad for each in model.parameters())]
     fixed = network.budget.fixed
     predicted, beside = network.budget.peak_bytes(network.sequence), fixed.communication + fixed.optimizer
-    measured = least_peak(lambda: loss_of(model(x=value)).backward(), present, predicted - beside) + beside
+    measured = least_peak(lambda: square(model(x=value)).backward(), present, predicted - beside) + beside
     assert steps.different(found, expected) == []
     assert measured <= predicted <= (network.mem_limit or 0)
     assert tier.moved_bytes > before
@@ -88,9 +82,8 @@ def moves_on_one_rank_alone(rank: int, folder: str) -> list[bool]:
     expected = numbers(DistributedDataParallel(made()), rank)
     network = planned(rank, folder)
     if rank:
-        network = Checkpointable(made(), mem_limit=network.mem_limit, loss=loss_of, cache=False)
+        network = Checkpointable(made(), mem_limit=network.mem_limit, loss=square, cache=False)
     found = numbers(DistributedDataParallel(network), rank)
-    assert network.sequence is not None
     return [network.sequence.moves is not None, steps.different(found, expected) == []]
 
 

@@ -109,7 +109,6 @@ def planned(share: float) -> list[Any]:
     target = torch.randn(SAMPLES, WIDTH)
     network = Checkpointable(nn.Sequential(*layers()), loss=lambda output: loss(output, target))
     network.measure(torch.randn(SAMPLES, WIDTH))
-    assert network.inspection_values is not None
     measured = network.inspection_values, network.device
     costs = pipeline_costs(network.model, network.functions, *measured, microbatches=MICROBATCHES)
 
@@ -118,10 +117,8 @@ def planned(share: float) -> list[Any]:
         return plan_pipeline(costs.chain, dist.get_world_size(), limit, MICROBATCHES, "1f1b", **options)
 
     limit = int(share * max(within(2**40).timeline.peaks))
-    found: list[Any] = [
-        limit,
-        [(part.begin, part.end, str(part.sequence), part.peak_bytes) for part in within(limit).parts],
-    ]
+    parts = [(part.begin, part.end, str(part.sequence), part.peak_bytes) for part in within(limit).parts]
+    found: list[Any] = [limit, parts]
     dist.broadcast_object_list(found)
     return found
 

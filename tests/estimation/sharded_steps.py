@@ -21,13 +21,12 @@ from rotor_py.estimation.simulated_step import Communication, SimulatedStep
 from rotor_py.estimation.simulated_target import PredictedDevice, shard_parameters, world_of
 from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
-from tests.checkpointable.steps import Stack
+from tests.checkpointable.steps import CPU, Stack
 from tests.distributed import fsdp_models
 from tests.distributed.processes import mesh, on_all_ranks
 from tests.estimation.conftest import Block
 
 WIDTH, ROWS = 64, 256
-CPU = torch.device("cpu")
 ON_THE_CPU = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 
 
@@ -123,9 +122,7 @@ def planned_step(kind: str, count: int, precision: torch.dtype | None, share: fl
         return PlannedStep(str(sequence), promised, present, found, fixed.communication, bound)
 
 
-def real_peaks(
-    rank: int, kind: str, precision: torch.dtype | None, path: Path, enough: dict[str, int] | None = None
-) -> dict[str, int]:
+def real_peaks(rank, kind, precision: Any, path: Path, enough: dict[str, int] | None = None) -> dict[str, int]:
     """In one of several processes: peaks of a step by the plan at `path`, each the least of several.
 
     No more steps are taken once all processes have seen none that are above those that are `enough`.

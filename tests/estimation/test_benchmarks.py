@@ -23,9 +23,7 @@ from tests.docs.pages import ROOT
 PART = 4  # GPT-2, which is captured
 
 
-def test_a_failure_costs_one_row_finished_rows_do_not_run_again_and_without_a_gpu_only_the_rehearsal_runs(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_a_failure_costs_one_row_finished_rows_stay_and_a_cpu_only_rehearses(tmp_path, monkeypatch, capsys) -> None:
     ran: list[str] = []
 
     def good(setting: Setting) -> dict[str, Any]:

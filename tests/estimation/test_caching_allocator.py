@@ -169,7 +169,7 @@ def test_it_does_what_the_naive_twin_does_gives_all_back_and_keeps_a_limit(steps
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("cuda")
 def test_cuda_reserves_what_is_simulated() -> None:
     """In a process of its own: libraries and other tests may hold memory of this one."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -123,9 +122,7 @@ TINY = Sizes(matrices=MATRICES, attention=(1, 2, 32, 16), convolution=(1, 4, 8),
 CPU = torch.device("cpu")
 
 
-def test_a_device_survives_its_file_which_the_command_prints_and_measuring_restores_the_random_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_survives_its_file_which_is_printed_and_measuring_restores_random_state(tmp_path, monkeypatch) -> None:
     torch.manual_seed(3)
     expected, precision = torch.rand(3), torch.get_float32_matmul_precision()
     torch.manual_seed(3)
@@ -154,7 +151,7 @@ def test_a_device_survives_its_file_which_the_command_prints_and_measuring_resto
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("cuda")
 def test_a_gpu_is_measured_near_its_data_sheet() -> None:
     found = calibrate(torch.device("cuda"), 10**9)
     assert found.rates.bf16 > found.rates.fp32

@@ -26,9 +26,7 @@ def seen_on(capability: tuple[int, int]) -> Iterator[Calls]:
         yield calls
 
 
-def call(
-    heads: int = 4, width: int = 64, *, dtype: torch.dtype = torch.bfloat16, mask: Any = False, **options: Any
-) -> Attention:
+def call(heads=4, width=64, *, dtype: torch.dtype = torch.bfloat16, mask: Any = False, **options: Any) -> Attention:
     query = torch.empty(2, heads, 16, width, dtype=dtype, requires_grad=True)
     other = torch.empty(2, options.pop("of_keys", heads), 16, width, dtype=dtype, requires_grad=True)
     mask = torch.ones(2, 1, 16, 16, dtype=torch.bool) if mask else None

@@ -218,7 +218,7 @@ def unfolded(images: int, stride: int = 1) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("run", "sizes"),
     [

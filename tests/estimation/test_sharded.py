@@ -17,7 +17,7 @@ from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.simulated_step import Communication, SimulatedStep
 from rotor_py.estimation.simulated_target import blocks_of, world_of
 from rotor_py.report import Report
-from tests.distributed.processes import NOT_WHOLE, Processes
+from tests.distributed.processes import NOT_WHOLE
 from tests.estimation import sharded_steps
 from tests.estimation.conftest import Block
 from tests.estimation.sharded_steps import ROWS, WIDTH
@@ -38,9 +38,7 @@ def report(shard: Any = None, **options: Any) -> Report:
 
 
 @pytest.mark.slow
-def test_peaks_of_planned_steps_are_those_of_real_processes_which_measure_if_a_first_step_takes_more(
-    two_processes: Processes, tmp_path: Path
-) -> None:
+def test_peaks_of_planned_steps_are_real_and_are_measured_if_a_first_step_takes_more(two_processes, tmp_path) -> None:
     path, follow = tmp_path / "plan.json", two_processes.run
     plan = sharded_steps.planned_step("blocks", 2, torch.bfloat16, 0.5, path)
     real = follow(sharded_steps.real_peaks, "blocks", torch.bfloat16, path, plan.peaks)
@@ -65,9 +63,7 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(tmp_path: Path) -> N
     assert plan.communication < plan.bound / 2, "the bound is loose, and a step shows more"
 
 
-def test_each_device_has_its_part_and_a_batch_of_its_own_and_the_users_function_may_shard_parameters(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_each_device_has_its_part_and_a_batch_of_its_own_and_the_users_function_may_shard_parameters(caplog) -> None:
     found = report()
     assert not logged(caplog, "plan_not_followed")  # by the simulated optimizer
     fixed = found.budget.fixed

@@ -30,7 +30,7 @@ from rotor_py.stage.replayed_routing import streams_of
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
 from tests.capture.test_partial_saving import Attention, Gated, NewGelu, captured
-from tests.checkpointable.steps import Residual, between, same_gradients, square
+from tests.checkpointable.steps import CPU, Residual, between, same_gradients, square
 from tests.execute.sequences import any_sequence, everything_again, persistent_sequence
 from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.execute.zoo import ZOO
@@ -193,23 +193,15 @@ def test_a_stage_that_writes_to_its_parameters_is_stored_and_measuring_restores_
     model, value = kind(Bounded(), Block(), Block(), Block(), Bounded()), torch.randn(64, WIDTH)
     plain, before = copy.deepcopy(model), copy.deepcopy(model)
     planned = Checkpointable(model, value, "1GB", fresh_grads=True, cache=False)
-    assert_equal_parameters(model, before)
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
     planned.compute_sequence(planned.budget.least_bytes())
     assert planned.sequence != store_all(planned.budget.chain)
     for _ in range(3):
         for network in (plain, planned):
             network.zero_grad()
             network(value).square().mean().backward()
-        assert_equal_parameters(model, plain)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
         assert same_gradients(model, plain)
-
-
-def assert_equal_parameters(model: nn.Module, other: nn.Module) -> None:
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-CPU = torch.device("cpu")
 
 
 def runners_of(model: nn.Sequential) -> list[StageRunner]:

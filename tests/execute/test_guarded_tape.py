@@ -12,15 +12,7 @@ from torch import nn
 from rotor_profiling import memory_meter
 from rotor_solver import Sequence
 from tests.checkpointable.steps import planned_at, square, without_collector
-from tests.execute.starved import (
-    AtOperators,
-    Gated,
-    Train,
-    assert_exact_wherever_it_runs_out,
-    moving,
-    planned,
-    step,
-)
+from tests.execute.starved import AtOperators, Gated, Train, assert_exact_wherever_it_runs_out, moving, planned, step
 from tests.fields import raises
 from tests.training.loop import rows
 from tests.training.tripping import chain as dropping

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,31 +21,19 @@ from rotor_py.offload.file_tier import FileTier
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from rotor_solver.offload import Moves
-from tests.checkpointable.steps import between
+from tests.checkpointable.steps import CPU, Residual, between
 from tests.fields import raises
 
-CPU = torch.device("cpu")
 WIDTH, BATCH, LAYERS = 128, 256, 4
 ONE = 4 * BATCH * 4 * WIDTH
 """Bytes of each of the two activations inside a block, which leave."""
 
 
-class Block(nn.Module):
+class Block(Residual):
     """Saves two activations inside: the input of GELU, and that of the second layer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.down(nn.functional.dropout(nn.functional.gelu(self.up(value)), 0.1))
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[FileTier]:
-    found = FileTier(tmp_path)
-    yield found
-    found.close()
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
 
 
 def blocks(kind: Callable[[], Any] = Block) -> list[Any]:
@@ -127,15 +115,15 @@ def test_what_is_away_takes_no_memory_and_second_derivatives_are_those_of_plain_
     def second(run: Any) -> torch.Tensor:
         torch.manual_seed(3)
         (first,) = torch.autograd.grad(run(value).square().sum(), [value], create_graph=True)
-        return torch.autograd.grad(first.square().sum(), [layers[0].up.weight])[0]
+        return torch.autograd.grad(first.square().sum(), [layers[0][0].weight])[0]
 
     assert torch.equal(second(one), second(plain))
 
 
 class Curious(Block):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.seen = self.up(value)
-        return value + self.down(nn.functional.gelu(self.seen))
+        self.seen = self[0](value)
+        return value + self[3](nn.functional.gelu(self.seen))
 
 
 def test_what_somebody_else_holds_stays(tier: FileTier) -> None:
@@ -264,9 +252,8 @@ Plan = Callable[[nn.Module], Checkpointable]
 
 
 @pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Plans a model for a disk so fast that moving always pays; something does move."""
-    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
+def planned(tmp_path: Path, fast_link: None) -> Plan:
+    """Plans a model of which something moves."""
 
     def plan(model: nn.Module) -> Checkpointable:
         options: dict[str, Any] = {"fresh_grads": True, "watch": False, "cache": False, "offload": f"file:{tmp_path}"}

@@ -25,7 +25,6 @@ def network() -> nn.Sequential:
 
 def halfway(measured: Checkpointable) -> int:
     """A limit that bites: between the least possible and storing everything, the optimizer's state counted."""
-    assert measured.budget is not None
     assert measured.budget.fixed.optimizer > 0
     return between(measured, 0.5)
 

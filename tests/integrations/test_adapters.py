@@ -21,8 +21,6 @@ ADAPTERS = {
     "LoRA": lambda: peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights=False),
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
-
-
 TOKENS = torch.randint(1, 96, (4, 40), generator=torch.Generator().manual_seed(1))
 GIVEN = {"input_ids": TOKENS, "labels": TOKENS}
 

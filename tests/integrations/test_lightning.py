@@ -95,15 +95,9 @@ class Copying(lightning.Callback):  # type: ignore[name-defined,misc]  # Lightni
 
 
 @pytest.mark.parametrize(
-    ("by", "options"),
-    [
-        ("wrapped", {}),
-        ("callback", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-    ],
+    ("by", "options"), [("wrapped", {}), ("callback", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5})]
 )
-def test_a_run_is_the_plain_run_a_callback_leaves_the_plain_module_and_a_copy_follows_a_plan_of_its_own(
-    by: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_is_the_plain_run_a_callback_leaves_the_plain_module_and_a_copy_has_a_plan(by, options, tmp_path) -> None:
     run, copying = Run(by, val_check_interval=2, **options), Copying()
     run.options["callbacks"] = [*run.options.get("callbacks", []), copying]
     inside = run.module.network

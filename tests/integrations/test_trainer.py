@@ -77,9 +77,7 @@ def limit_for(*columns: str) -> int:
 
 
 @pytest.mark.parametrize("by", ["wrapped", "callback"])
-def test_a_run_is_the_plain_run_inside_the_limit_its_files_are_those_of_the_plain_model_and_it_is_resumed(
-    by: str, tmp_path: Path
-) -> None:
+def test_a_run_is_the_plain_run_inside_the_limit_with_its_files_and_is_resumed(by: str, tmp_path: Path) -> None:
     data, model, limit, wrapped = examples(), Small(), limit_for("input_ids", "labels"), by == "wrapped"
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     plain = trainer(Small(), tmp_path / "plain", data, **options)
@@ -106,9 +104,7 @@ def test_a_run_is_the_plain_run_inside_the_limit_its_files_are_those_of_the_plai
     assert_same_weights(resumed.model, plain.model)
 
 
-def test_accumulated_and_smoothed_runs_under_autocast_are_the_plain_run_also_of_a_model_that_the_trainer_makes(
-    tmp_path: Path,
-) -> None:
+def test_accumulated_and_smoothed_runs_under_autocast_are_plain_also_of_a_model_of_the_trainer(tmp_path: Path) -> None:
     data = examples()
     with torch.autocast("cpu", torch.bfloat16):
         callback = MemoryLimit(limit_for("input_ids"))  # of which the smoothed loss is made outside of the model
@@ -123,9 +119,7 @@ def test_accumulated_and_smoothed_runs_under_autocast_are_the_plain_run_also_of_
     assert callback.planned.model is runs[2].model
 
 
-def test_steps_in_the_backward_are_those_of_plain_training_without_norms_and_clipping_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_in_the_backward_are_plain_without_norms_and_clipping_is_refused(tmp_path: Path, monkeypatch) -> None:
     model, data = Small(), examples()
     plain = copy.deepcopy(model)
 

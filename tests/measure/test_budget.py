@@ -1,6 +1,5 @@
 """The costs that processes agree on; limits below what a step needs are refused early, with the least that would do."""
 
-import logging
 import re
 from dataclasses import replace
 from functools import partial
@@ -82,9 +81,7 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
 @pytest.mark.parametrize(
     ("expandable", "expand"), [([], False), ([True, True], True), ([True, False], False), ([False], False)]
 )
-def test_there_is_room_for_blocks_that_the_allocator_does_not_cut_unless_its_segments_expand(
-    expandable: list[bool], expand: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_is_room_for_blocks_that_are_not_cut_unless_segments_expand(expandable, expand, monkeypatch) -> None:
     """Some may be older than the setting. Small tensors have segments of their own, whose rests are small."""
     segments = [{"device": 0, "segment_type": "large", "is_expandable": each} for each in expandable]
     segments += [{"device": 0, "segment_type": "small", "is_expandable": False}]
@@ -174,7 +171,7 @@ def test_a_model_larger_than_the_device_is_refused_without_a_limit_and_of_severa
 
 def test_one_of_several_processes_goes_on_and_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     """Others may measure, and wait for it."""
-    with world_of(2), caplog.at_level(logging.WARNING, "rotor_py"):
+    with world_of(2):
         network = Checkpointable(unused(), mem_limit="100kB", process_group=dist.group.WORLD)
         network.refuse_what_cannot_fit(torch.randn(16, WIDTH))
     assert logged(caplog, "limit_below_held")

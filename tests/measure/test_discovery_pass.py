@@ -14,7 +14,7 @@ from rotor_profiling import loss_layouts
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.discovery_pass import DiscoveryPass
 from rotor_py.measure.planning_lock import freeze_gc
-from tests.checkpointable.steps import Residual, between, same_gradients, square, step_peak
+from tests.checkpointable.steps import CPU, Residual, between, same_gradients, square, step_peak
 from tests.execute.starved import Capacity
 from tests.fields import Noted, raises
 
@@ -144,7 +144,6 @@ def test_a_detached_parameter_of_another_stage_is_read_again_with_the_same_numbe
     assert same_gradients(model, plain)
 
 
-CPU = torch.device("cpu")
 LABELS = torch.randint(200, (16, 12), generator=torch.Generator().manual_seed(0))
 
 

@@ -171,9 +171,7 @@ RESNETS = [
         (partial(models.inception_v3, init_weights=False), inception_forward, 75),
     ],
 )
-def test_a_step_is_that_of_the_network_as_torchvision_writes_it_and_only_relus_write_into_their_input(
-    make, forward, size
-):
+def test_a_step_is_that_of_the_network_as_torchvision_has_it_and_only_relus_write_into_their_input(make, forward, size):
     model = make()
     twin, image = copy.deepcopy(model), torch.randn(2, 3, size, size)
     value = image.clone()

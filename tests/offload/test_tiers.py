@@ -254,9 +254,7 @@ STEPS = st.lists(st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=6), mi
 
 
 @given(STEPS, st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=6))
-def test_all_buffers_take_at_most_twice_what_was_asked_for_at_once_and_a_repeated_step_soon_pins_nothing(
-    steps: list[list[int]], repeated: list[int]
-) -> None:
+def test_buffers_take_at_most_twice_what_was_asked_for_at_once_and_repeated_steps_pin_nothing(steps, repeated) -> None:
     buffers, most = Counted(), 0
     for sizes in [*steps, *[repeated] * len(repeated)]:
         most = max(most, sum(max(MIB, 1 << (size - 1).bit_length()) for size in sizes))
@@ -296,9 +294,7 @@ def test_what_cannot_be_pinned_is_said_with_both_numbers(monkeypatch: pytest.Mon
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ],
 )
-def test_memory_that_a_container_has_used_is_not_available(
-    tmp_path, monkeypatch, limit: str, used: str, stat: str
-) -> None:
+def test_memory_that_a_container_has_used_is_not_available(tmp_path, monkeypatch, limit, used, stat) -> None:
     monkeypatch.setattr(host_memory, "_GROUP", tmp_path)
     machine = host_memory.host_memory_bytes()
     (tmp_path / "memory").mkdir()
@@ -311,13 +307,6 @@ def test_memory_that_a_container_has_used_is_not_available(
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[FileTier]:
-    found = FileTier(tmp_path)
-    yield found
-    found.close()
 
 
 def storage_of(nbytes: int) -> torch.UntypedStorage:

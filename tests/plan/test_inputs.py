@@ -314,7 +314,7 @@ def test_measuring_begins_and_ends_with_a_line(caplog) -> None:
 
 def test_a_profiler_that_measuring_ends_is_told_of(caplog) -> None:
     model = Checkpointable(CHAIN, loss=torch.sum)
-    with caplog.at_level(logging.WARNING, "rotor_py"), torch.profiler.profile():
+    with torch.profiler.profile():
         model.measure(DATA)
     assert logged(caplog, "profiler_lost")
     caplog.clear()

@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-import logging
 import sys
 import threading
 from contextlib import suppress
@@ -78,8 +77,7 @@ def test_every_step_stays_inside_the_limit_though_the_optimizer_comes_later() ->
 def test_where_no_plan_has_room_training_goes_on_and_a_warning_says_what_would_do(caplog) -> None:
     planned, plain = planned_at(0.0, network(), batch()), network()
     sequence = planned.sequence
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        found = train(planned, adamw(planned), 2)
+    found = train(planned, adamw(planned), 2)
     (record,) = caplog.records
     least = planned.budget.least_bytes()
     assert logged(caplog, "late_optimizer", min_bytes=least, mem_limit=planned.mem_limit) == [record]
@@ -166,8 +164,7 @@ class Unknowable(torch.optim.SGD):
 
 def test_an_optimizer_whose_memory_cannot_be_found_is_named_in_a_warning(caplog) -> None:
     planned = unplanned()
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        train(planned, Unknowable(planned.parameters()), 2)
+    train(planned, Unknowable(planned.parameters()), 2)
     assert len(logged(caplog, "unknown_optimizer", name="Unknowable")) == 1
 
 

@@ -15,17 +15,8 @@ from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan import oom_replanning
 from rotor_py.stage.error_context import asked_bytes, is_out_of_memory
 from tests.checkpointable.steps import Residual, between, blocks, images, planned_at, square, step_peak
-from tests.execute.starved import (
-    AtOperators,
-    Capacity,
-    Gated,
-    notes,
-    out_of_cpu_memory,
-    out_of_memory,
-    planned,
-    state,
-    step,
-)
+from tests.execute import starved
+from tests.execute.starved import AtOperators, Capacity, Gated, notes, out_of_memory, planned, state, step
 from tests.fields import Noted, logged
 from tests.training.loop import differences, rows
 from tests.training.tripping import chain as dropping
@@ -243,7 +234,7 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(square(network(rows())), list(network.parameters()), create_graph=True)
 
 
-@pytest.mark.parametrize("make", [out_of_memory, out_of_cpu_memory])
+@pytest.mark.parametrize("make", [out_of_memory, starved.out_of_cpu_memory])
 def test_the_limit_is_smaller_by_what_was_asked_for_or_a_share(make: Any, caplog) -> None:
     network = planned(dropping())
     for asked, share in ((10, 1 / 8), (60_000, None)):

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import json
-import logging
 import os
 import pickle
 import re
@@ -173,10 +172,9 @@ def unknown_of_adam(path: Path) -> Checkpointable:
 def test_an_optimizer_that_a_loaded_plan_has_no_room_for_is_warned_of_with_numbers(path: Path, caplog, given) -> None:
     saver, model = unknown_of_adam(path), chain()
     adam = torch.optim.Adam(model.parameters())
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        loaded = Checkpointable(model, plan=path, optimizer=adam if given else None)
-        train(loaded, adam)
-        train(loaded, adam)
+    loaded = Checkpointable(model, plan=path, optimizer=adam if given else None)
+    train(loaded, adam)
+    train(loaded, adam)
     state = sum(t.nbytes for entry in adam.state.values() for t in entry.values())
     assert loaded.report().peak_bytes >= saver.report().peak_bytes + state
     (record,) = caplog.records

@@ -15,35 +15,25 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.measure.budget import recomputes
 from tests.capture.steps import assert_same_step
-from tests.checkpointable.steps import Tower, between, planned_at, square, step_peak
+from tests.checkpointable.steps import Residual, Stack, Tower, between, planned_at, square, step_peak
 from tests.execute.training import assert_same, steps
 from tests.fields import logged, raises
 
-F = nn.functional
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.enter(value)
-        for block in self.blocks:
-            value = value + F.leaky_relu(block(value), 0.2)
-        return F.dropout(self.norm(value), 0.1, self.training).mean((1, 2, 3))
+def residual() -> Stack:
+    blocks = [Residual(nn.Conv2d(16, 16, 3, padding=1), nn.LeakyReLU(0.2)) for _ in range(3)]
+    return Stack(nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.BatchNorm2d(16), nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1))
 
 
 def chain() -> nn.Sequential:
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
-    for _ in range(3):
-        layers.append(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)))
-    return nn.Sequential(*layers, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)) for _ in range(3)]
+    first = nn.Conv2d(3, 16, 3, padding=1)
+    return nn.Sequential(first, *blocks, nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-MODELS = {"chain": chain, "captured": Residual}
+MODELS = {"chain": chain, "captured": residual}
 
 
 def made(kind: str) -> nn.Module:
@@ -71,8 +61,8 @@ def test_a_beginning_that_is_frozen_in_every_other_step_leaves_the_chain_and_com
     plain = made(kind)
     planned, stages = Checkpointable(copy.deepcopy(plain)), []
 
-    def freeze(network: nn.Module, trains: bool) -> None:
-        for layer in list(network.children())[: 3 if kind == "chain" else 1]:
+    def freeze(network: Any, trains: bool) -> None:
+        for layer in network[:3] if kind == "chain" else network.layers[:1]:
             layer.requires_grad_(trains)
 
     for trains in (True, False):
@@ -137,7 +127,7 @@ def test_an_optimizer_that_is_detected_in_one_kind_counts_in_all() -> None:
 
 
 def test_layers_that_are_taken_out_are_freed_and_waiting_kinds_keep_no_input() -> None:
-    for planned in (Checkpointable(chain(), mem_limit="1GB"), Checkpointable(Residual(), mem_limit="1GB")):
+    for planned in (Checkpointable(chain(), mem_limit="1GB"), Checkpointable(residual(), mem_limit="1GB")):
         batches = [images(gradient=gradient) for gradient in (True, False)]
         alive = [weakref.ref(batch.untyped_storage()) for batch in batches]
         for batch in batches:

@@ -11,29 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import (
-    StageContext,
-    StageCost,
-    UnknownOptimizerError,
-    UnusableLossError,
-    isolated,
-    leaves_of,
-    measure_loss,
-    measure_ways,
-    measured_peak,
-    memory_meter,
-    stage_layouts,
-    stage_signature,
-    storage_bytes,
-    storages,
-    tensors_in,
-    value_signature,
-)
-from rotor_profiling.backends import stopwatch
-from rotor_profiling.optimizer import optimizer_cost, scratch_alone, step_bytes_without
+from rotor_profiling import StageContext, StageCost, isolated, leaves_of, measure_ways, measured_peak, stage_layouts
+from rotor_profiling.backends import memory_meter, stopwatch
+from rotor_profiling.loss import UnusableLossError, measure_loss
+from rotor_profiling.optimizer import UnknownOptimizerError, optimizer_cost, scratch_alone, step_bytes_without
 from rotor_profiling.stage.seconds import estimate, time_ways
-from rotor_profiling.stage.stage_signature import HasKind
-from rotor_profiling.storage import equal
+from rotor_profiling.stage.stage_signature import HasKind, stage_signature, value_signature
+from rotor_profiling.storage import equal, storage_bytes, storages, tensors_in
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner

@@ -26,9 +26,7 @@ def corners(line: str) -> list[tuple[float, float]]:
     return [(float(start), float(first)), *((float(x), float(y)) for x, y in re.findall(r"H([\d.]+)V([\d.]+)", line))]
 
 
-def test_the_line_has_a_corner_for_every_limit_time_is_logarithmic_and_numbers_on_an_axis_are_round(
-    report: Report,
-) -> None:
+def test_the_line_has_a_corner_for_every_limit_time_is_logarithmic_and_an_axis_has_round_numbers(report) -> None:
     size = report.peak_bytes
     steps = tuple(replace(point, mem_limit=point.mem_limit * size // 600) for point in STEPS)
     strategies = (Point("a", size, 3e-3, 3.0, NONE), Point("b", size, 1.0, 1000.0, NONE))

@@ -64,9 +64,7 @@ def elements(text: str) -> Elements:
     return Elements(text)
 
 
-def test_nothing_is_loaded_from_elsewhere_names_are_escaped_and_all_that_is_known_is_there(
-    text: str, elements: Elements, report: Report
-) -> None:
+def test_nothing_comes_from_elsewhere_names_are_escaped_and_all_that_is_known_is_there(text, elements, report) -> None:
     assert sum(tag == "script" for tag, _ in elements.found) == 1
     assert EVIL not in text
     assert any(EVIL in cell for cell in elements.texts["td"])

@@ -37,9 +37,7 @@ def test_layers_add_up_to_the_simulated_memory_and_reach_the_peak_below_the_limi
     assert far.layers == memory_picture(replace(report, mem_limit=None)).layers
 
 
-def test_every_operation_is_in_both_pictures_also_on_a_phone_and_what_is_kept_follows_the_sequence(
-    report: Report,
-) -> None:
+def test_every_operation_is_in_both_pictures_also_on_a_phone_and_what_is_kept_is_the_sequences(report: Report) -> None:
     operations = list(map(str, report.sequence))
     ran = schedule_picture(report).ran
     assert [one.text for one in ran] == operations

@@ -56,9 +56,7 @@ def test_memory_is_the_snapshots_and_what_one_backward_needs(snapshots: int) -> 
 
 @settings(max_examples=24, deadline=None)
 @given(limited(rich_chains(max_stages=6)), COUNTS, ALGORITHMS)
-def test_without_a_number_it_is_the_fastest_of_all_that_fit_the_least_is_exact_and_the_optimum_not_beaten(
-    case: tuple[Chain, int], most: int | None, algorithm: Algorithm
-) -> None:
+def test_without_a_number_it_is_the_fastest_that_fits_and_beats_no_optimum_nor_the_least(case, most, algorithm) -> None:
     (chain, limit), counts = case, range(1, len(case[0]) + 2)
     least_limit(algorithm, chain)
     assert makespan(algorithm, chain, limit) >= naive_optimum(chain, limit)

@@ -7,18 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import (
-    Chain,
-    InfeasibleError,
-    Option,
-    Stage,
-    recompute_all,
-    simulate,
-    solve,
-    solve_in_flight,
-    store_all,
-)
+from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, solve, solve_in_flight
 from rotor_solver.in_flight import Footprint, apart, least_in_flight, nested_chain, peaks_of, simulate_forwards
+from rotor_solver.segments import recompute_all, store_all
 from tests.fields import raises
 from tests.solver.naive import all_sequences
 from tests.solver.strategies import plain_chains, rich_chains

@@ -9,22 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import (
-    Backward,
-    Chain,
-    ForwardEnable,
-    Loss,
-    Option,
-    Sequence,
-    Stage,
-    min_bytes,
-    moments,
-    recompute_all,
-    simulate,
-    solve,
-    store_all,
-)
-from rotor_solver.memory_timeline import plan_memory
+from rotor_solver import Chain, Option, Stage, min_bytes, recompute_all, simulate, solve, store_all
+from rotor_solver.memory_timeline import moments, plan_memory
+from rotor_solver.sequence import Backward, ForwardEnable, Loss, Sequence
 from tests.execute.sequences import any_sequence
 from tests.fields import raises
 from tests.solver.strategies import rich_chains

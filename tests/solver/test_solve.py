@@ -11,41 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published import published_plan
-from rotor_solver import (
-    ALGORITHMS,
-    Backward,
-    Chain,
-    Floating,
-    ForwardCheck,
-    ForwardEnable,
-    ForwardNograd,
-    GriewankHeterogeneous,
-    InfeasibleError,
-    InvalidTypeError,
-    Loss,
-    Option,
-    Periodic,
-    Persistent,
-    Revolve,
-    Sequence,
-    Sqrt,
-    Stage,
-    forward_steps,
-    frontier,
-    least_in_flight,
-    min_bytes,
-    moments,
-    plan_pipeline,
-    recompute_all,
-    simulate,
-    simulate_forwards,
-    skipped_outputs,
-    solve,
-    store_all,
-)
+from rotor_solver import Chain, InfeasibleError, InvalidTypeError, Option, Persistent, Stage, frontier, simulate, solve
+from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
+from rotor_solver.floating import Floating
+from rotor_solver.in_flight import least_in_flight, simulate_forwards
+from rotor_solver.memory_timeline import moments
 from rotor_solver.offload import Link, plan_moves, simulate_moves, solve_moving, transfers
-from rotor_solver.pipeline import equal_cuts
-from rotor_solver.segments import RecomputeAll, StoreAll, recompute_segments
+from rotor_solver.pipeline import equal_cuts, plan_pipeline
+from rotor_solver.segments import RecomputeAll, StoreAll, min_bytes, recompute_all, recompute_segments, store_all
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
+from rotor_solver.simulate import skipped_outputs
+from rotor_solver.solve import ALGORITHMS
 from tests.fields import raises
 from tests.quick import run_python
 from tests.solver.naive import naive_optimum

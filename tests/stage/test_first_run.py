@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -32,8 +31,6 @@ GATE: ContextVar[float] = ContextVar("gate", default=1.0)
 
 
 class Flags:
-    scale = 1.0
-
     def __init__(self) -> None:
         self.offset = 0.5
 
@@ -91,6 +88,12 @@ def compared(step: Callable[[nn.Module, nn.Sequential], Any], make=network, plan
         found.append([tensor for tensor in kept if tensor is not None])
     assert len(found[0]) == len(found[1])
     assert all(map(torch.equal, *found))
+
+
+def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+    output = called(batch())
+    square(output).backward()
+    return output
 
 
 def hooked(model: nn.Sequential, register: str, hook: Callable[..., Any]) -> Undo:
@@ -202,17 +205,12 @@ def symmetric() -> nn.Sequential:
 
 
 def test_cached_parametrizations_get_gradients_also_where_the_model_is_planned_inside() -> None:
-    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
-        with parametrize.cached():
-            output = called(batch())
-            square(output).backward()
-        return output
-
-    compared(step, symmetric)
+    cached_step = parametrize.cached()(step)
+    compared(cached_step, symmetric)
     model, plain = symmetric(), symmetric()
     for called in (Checkpointable(model, mem_limit="1GB"), plain):
         torch.manual_seed(2)
-        step(called, plain)
+        cached_step(called, plain)
     found = [[p.grad for p in each.parameters() if p.grad is not None] for each in (model, plain)]
     assert all(map(torch.equal, *found))
 
@@ -337,36 +335,26 @@ def test_generators_of_others_draw_the_same_and_measuring_does_not_move_them() -
         draws = [lambda: float(generator.uniform(0.5, 1.5)), lambda: float(source.old.uniform(0.5, 1.5))]
         return nn.Sequential(*(Drawing(draws[each % 2]) for each in range(6)))
 
-    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
-        for _ in range(2):
-            output = called(batch())
-            square(output).backward()
-        return output
-
-    compared(step, drawing)
+    compared(lambda *given: [step(*given) for _ in range(2)][-1], drawing)
 
 
 def test_a_stage_that_does_something_else_every_time_is_stored_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
     counts = itertools.count(1)
     model = nn.Sequential(*(Drawing(lambda: 1 / next(counts)) for _ in range(2)), *network())
     planned = Checkpointable(model, batch(), "1GB", loss=square, fresh_grads=True)
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        planned.compute_sequence(planned.budget.least_bytes())
+    planned.compute_sequence(planned.budget.least_bytes())
     assert planned.inspection_values.unrepeatable == (0, 1)
     (told,) = logged(caplog, "not_reproducible")
     assert told.subject == "0"
     assert str(planned.sequence).startswith("Fe_0, Fe_1, ")
 
 
-def test_hooks_see_nothing_of_measuring_and_a_recomputation_that_writes_elsewhere_is_told_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hooks_see_nothing_of_measuring_and_a_recomputation_that_writes_elsewhere_is_told_of(caplog) -> None:
     model, features = network(), list[torch.Tensor]()
     model[1].register_forward_hook(lambda layer, given, made: features.append(made))
     planned = at_least(model)
     assert not features
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        square(planned(batch())).backward()
+    square(planned(batch())).backward()
     assert logged(caplog, "writes_elsewhere")[0].subject == "1"
 
 
@@ -386,11 +374,6 @@ def test_a_hook_that_needs_a_gradient_sees_the_one_of_plain_training(name: str) 
         model = network()
         model[2].first.register_forward_hook(see)
         return model
-
-    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
-        output = called(batch())
-        square(output).backward()
-        return output
 
     compared(step, hooked_inside)
     found = [tensor if name == "register_hook" else tensor.grad for tensor in seen]

@@ -150,12 +150,7 @@ def limit_of(make: Callable[[], nn.Module]) -> int:
 
 @pytest.mark.parametrize(
     ("make", "way"),
-    [
-        (chain, whole),
-        (chain, around),
-        (tower, around),
-        pytest.param(chain, each_layer, marks=pytest.mark.slow),
-    ],
+    [(chain, whole), (chain, around), (tower, around), pytest.param(chain, each_layer, marks=pytest.mark.slow)],
 )
 def test_the_plan_is_followed_with_the_numbers_of_plain_training(make, way) -> None:
     model, limit = make(), limit_of(make)

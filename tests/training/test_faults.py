@@ -34,7 +34,7 @@ class OwnError(Exception):
         self.code = code
 
 
-ERRORS: list[Callable[[], BaseException]] = [
+ERRORS = [
     lambda: OwnError(code=7),
     KeyboardInterrupt,
     lambda: ValueError("mine", 3),
@@ -327,9 +327,7 @@ class Stopping(nn.Tanh):
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Residual])  # a chain, and captured
 @pytest.mark.parametrize("first", [False, True])
-def test_an_error_while_a_step_is_planned_leaves_what_plain_training_leaves(
-    kind: type[nn.Sequential], first: bool
-) -> None:
+def test_an_error_while_a_step_is_planned_leaves_what_plain_training_leaves(kind: Any, first: bool) -> None:
     plain = kind(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), Stopping(), nn.BatchNorm1d(8))
     planned = Checkpointable(copy.deepcopy(plain), mem_limit="1GB", loss=square)
     value, left = torch.randn(4, 8), []

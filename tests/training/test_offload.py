@@ -4,7 +4,6 @@ import copy
 import errno
 import gc
 import json
-import logging
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from tests.execute.test_moving import same, settle, tier_of
 from tests.fields import logged, raises
 from tests.training.stepping import Block, Language
 
+pytestmark = pytest.mark.usefixtures("fast_link")
 WIDTH = 64
 
 
@@ -42,12 +43,6 @@ def chain(dropout: float = 0.1) -> nn.Module:
 
 def tokens() -> torch.Tensor:
     return torch.randint(0, 50, (4, 64), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are for a disk so fast that moving always pays: what a test plans does not depend on this machine's."""
-    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
 
 
 def planned(model: nn.Module, limit: int, folder: Path | None, **options: Any) -> Checkpointable:
@@ -191,9 +186,8 @@ def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(tmp_pa
         return found
 
     expected = gradients(plain)
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        for _ in range(3):
-            assert same(gradients(model), expected)
+    for _ in range(3):
+        assert same(gradients(model), expected)
     assert logged(caplog, "moves_nothing", forwards=2)
 
 
@@ -235,13 +229,9 @@ def test_a_disk_that_fails_ends_a_step_in_a_sentence_and_neither_that_nor_ctrl_c
     gc.collect()
     settle(tier_of(model))
     for call, number, kind in (("pwrite", errno.ENOSPC, "no_space"), ("preadv", errno.EIO, "file_failed")):
-
-        def broken(*args: object, number: int = number) -> int:
-            raise OSError(number, os.strerror(number))
-
         model.zero_grad()
         with monkeypatch.context() as failing:
-            failing.setattr(os, call, broken)
+            failing.setattr(os, call, Mock(side_effect=OSError(number, os.strerror(number))))
             with raises(OffloadError, kind):
                 square(model(tokens())).backward()
         settle(tier_of(model))
@@ -273,12 +263,8 @@ def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatc
     model = planned(chain(), 10**9, tmp_path)
     # Of this very measurement: which options a stage has, and their numbers, can be others at another one.
     sequence = model.budget.solve(limit_between(0.3), Persistent())
-
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as failing:
-        failing.setattr(os, "posix_fallocate", full)
+        failing.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
         with raises(OffloadError, "no_space"):
             model.sequence = sequence
         with raises(OffloadError, "no_space"):

@@ -16,6 +16,7 @@ from rotor_py.plan.step_in_backward import SpentGradientError
 from rotor_solver import Sequence, store_all
 from tests.capture.steps import adamw
 from tests.checkpointable.steps import between, said_in, square, step_peak
+from tests.execute.test_moving import same
 from tests.fields import raises
 from tests.training.loop import differences, flat
 from tests.training.stepping import Language
@@ -55,7 +56,7 @@ def train(network: nn.Module, optimizer: Any, batches: list[torch.Tensor], sched
 
 
 def same_parameters(found: nn.Module, expected: nn.Module) -> bool:
-    return all(map(torch.equal, found.parameters(), expected.parameters()))
+    return same(found.parameters(), expected.parameters())
 
 
 def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> bool:
@@ -82,11 +83,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("model", "batches", "make"),
-    [
-        (chain(), vectors(), adamw),
-        (tied(), words(), two_groups),
-        (Language(tied=True, blocks=3), words(), adamw),
-    ],
+    [(chain(), vectors(), adamw), (tied(), words(), two_groups), (Language(tied=True, blocks=3), words(), adamw)],
 )
 def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(model, batches, make) -> None:
     plain = copy.deepcopy(model)
@@ -268,10 +265,6 @@ def copies(planned: nn.Module) -> list[torch.Tensor]:
     return [each.detach().clone() for each in planned.parameters()]
 
 
-def unchanged(planned: Checkpointable, before: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), before, strict=True))
-
-
 class Own(torch.optim.SGD):
     """Looks at all parameters together, for all that is known."""
 
@@ -298,16 +291,16 @@ def test_a_second_backward_is_refused_before_it_steps(planned: Checkpointable) -
         before = copies(planned)
         with pytest.raises(RuntimeError):
             loss.backward()
-        assert unchanged(planned, before)
+        assert same(planned.parameters(), before)
         planned.step_in_backward.step()
     square(planned(BATCH)).backward()
     before, loss = copies(planned), square(planned(BATCH))
     with raises(RuntimeError, "second_backward"):  # through another graph
         loss.backward()
-    assert unchanged(planned, before)
+    assert same(planned.parameters(), before)
     planned.step_in_backward.step()
     square(planned(BATCH)).backward()
-    assert not unchanged(planned, before)
+    assert not same(planned.parameters(), before)
 
 
 def in_flight(planned: Checkpointable) -> None:
@@ -329,10 +322,10 @@ def test_a_step_that_would_go_wrong_is_refused_before_it_steps(planned: Checkpoi
     before = copies(planned)
     with raises(RuntimeError, kind):
         wrong(planned)
-    assert unchanged(planned, before)
+    assert same(planned.parameters(), before)
     planned.zero_grad()
     torch.amp.GradScaler("cpu", enabled=False).scale(square(planned(BATCH))).backward()
-    assert not unchanged(planned, before)
+    assert not same(planned.parameters(), before)
 
 
 def scaler_of_another_loss() -> torch.amp.GradScaler:
@@ -417,7 +410,7 @@ def test_a_plan_file_is_for_the_optimizer_that_steps(tmp_path: Path, caplog) -> 
     assert loaded.budget == planned.budget
     before = copies(loaded)
     list(train(loaded, optimizer, [BATCH]))
-    assert not unchanged(loaded, before)
+    assert not same(loaded.parameters(), before)
     assert said_in(caplog) == []
 
 

@@ -88,8 +88,7 @@ class Caught(nn.Module):
 def chain(width: int = 32) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Linear(12, width), nn.BatchNorm1d(width), nn.Dropout(0.2)]
     layers += [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width, momentum=None), nn.GELU()), Tripping()]
-    for _ in range(3):
-        layers += [nn.Linear(width, width), nn.Dropout(0.2), nn.GELU()]
+    layers += [each for _ in range(3) for each in (nn.Linear(width, width), nn.Dropout(0.2), nn.GELU())]
     return nn.Sequential(*layers)
 
 

@@ -36,8 +36,7 @@ def model() -> nn.Sequential:
 
 
 def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    entries = list(optimizer.state.values())
-    values = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+    values = tensors_in([list(entry.values()) for entry in optimizer.state.values()])
     tensors = [*network.parameters(), *(p.grad for p in network.parameters()), *network.buffers(), *values]
     return [tensor.clone() for tensor in (*tensors, torch.get_rng_state())]
 
@@ -119,9 +118,7 @@ class Normed(nn.Sequential):
         return x + super().forward(x).sin()
 
 
-def test_differences_of_gradients_are_told_and_no_problem_unless_they_are_beyond_rounding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_differences_of_gradients_are_told_and_no_problem_unless_beyond_rounding(monkeypatch) -> None:
     monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
     torch.manual_seed(0)
     batch = torch.randn(64, 64)

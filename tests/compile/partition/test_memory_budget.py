@@ -1,7 +1,6 @@
 """`with memory_budget(…):` beside torch.compile: what it binds, what it leaves alone, and what it says."""
 
 import copy
-import logging
 import pickle
 import warnings
 from functools import cache
@@ -118,7 +117,7 @@ def test_graph_breaks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
             return self.second(value)
 
     budget = int(least_of() * 1.8)
-    with caplog.at_level(logging.WARNING, logger="rotor_py"), memory_budget(budget):
+    with memory_budget(budget):
         torch.compile(Broken(), backend="aot_eager")(torch.randn(256, WIDTH)).backward()
     assert logged(caplog, "graphs_over_budget", graphs=2)
 

@@ -102,9 +102,7 @@ def test_forwards_in_flight_together_are_not_judged() -> None:
     assert compilations.asked == [(0, False), (3, True)]
 
 
-def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept_and_nothing_listens_without_a_backward(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_nothing_helps_it_is_said_once_the_best_is_kept_and_none_listens_without_a_backward(caplog) -> None:
     compilations = Compilations(1, 3)
     graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
     for _ in range(6):

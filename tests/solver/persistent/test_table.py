@@ -13,28 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import chains as benchmarks
-from rotor_solver import (
-    Chain,
-    InfeasibleError,
-    InvalidStateError,
-    Option,
-    Persistent,
-    Stage,
-    frontier,
-    min_bytes,
-    recompute_all,
-    simulate,
-    solve,
-    store_all,
-    watched,
-)
+from rotor_solver import Chain, InfeasibleError, InvalidStateError, Option, Persistent, Stage, frontier, simulate, solve
 from rotor_solver.grouping import coarse_chain, fine_sequence, stored_bound
 from rotor_solver.persistent import table_kernels
 from rotor_solver.persistent.layout import Problem, Spacing, nodes_of
 from rotor_solver.persistent.recurrence import optimum
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import need_of
-from rotor_solver.segments import even_segments
+from rotor_solver.segments import even_segments, min_bytes, recompute_all, store_all
+from rotor_solver.watching import watched
 from tests.fields import raises
 from tests.solver.long_chains import fresh_process, limit_between, random_chain, repeated_chain, rich_chain
 from tests.solver.naive import exhaustive_optimum, naive_optimum
