@@ -169,6 +169,8 @@ class WatchedStep:
         # (Rule 4 of the Note in `rotor_profiling/step.py`).
         if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
             return
+        if not phases.keys() >= {*self._losses}:  # a mark was lost, since something else used the profiler meanwhile
+            return
         plan, peak_bytes = self._plan, max(phase.peak for phase in phases.values())
         plan.watched = self._sequence
         if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
