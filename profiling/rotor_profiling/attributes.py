@@ -106,7 +106,7 @@ class Attributes:
         self._before = [(module, *_before(module, seen)) for module in modules]
 
     def values(self) -> Iterator[Any]:
-        """Yield the values in the snapshot, and what is inside of them."""
+        """Yield the values in the snapshot, and the objects in their contents."""
         for _, values, inside in self._before:
             yield from values.values()
             for change in inside:
@@ -206,7 +206,7 @@ def sets_attributes(function: Callable[..., Any]) -> bool:
 
 
 def advanced_generators(model: nn.Module) -> list[str]:
-    """Return the names of attributes with a generator that runs have advanced: nobody can set it back."""
+    """Return the names of attributes with a generator that runs have advanced, which cannot be undone."""
     found = [(name, each) for name, module in model.named_modules() for each in sorted(_advancing.get(module, ()))]
     return [f"{name}.{each}" if name else each for name, each in found]
 

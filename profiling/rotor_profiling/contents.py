@@ -1,4 +1,4 @@
-"""Copy and restore what is inside of mutable objects: containers, objects of the user's, arrays, tensors, iterators.
+"""Copy and restore the contents of mutable objects: containers, the user's objects, arrays, tensors, iterators.
 
 An iterator's state cannot be set, so whatever holds it gets a stand-in: another iterator in the former state. A tensor
 gets one for a recomputation, since autograd may have saved the tensor itself.
@@ -133,7 +133,7 @@ def _given(value: Any) -> tuple[Any, ...]:
 
 
 def items_of(content: Any) -> Iterable[Any]:
-    """Return the objects inside of what `contents_of` recorded of an object."""
+    """Return the objects in a content that `contents_of` recorded."""
     if isinstance(content, dict):
         return content.values()
     return content if type(content) in _CONTAINERS else ()

@@ -275,8 +275,8 @@ class Tape:
         hooked = tensor is not None and (
             tensor.retains_grad or any(map(_is_users, (tensor._backward_hooks or {}).values()))
         )
-        following = self.passes.nodes[stages[-1]].next_functions
-        ends_here = part is not None and not goes_through_any(node for node, _ in following)
+        node = self.passes.nodes.get(stages[-1])  # None once an `OOMRetryTape` has begun anew
+        ends_here = part is not None and node is not None and not goes_through_any(n for n, _ in node.next_functions)
         if hooked or ends_here:
             names = [self.runners[stage].name for stage in stages]
             self._changed.update(names)

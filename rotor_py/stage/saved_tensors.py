@@ -127,7 +127,7 @@ def nodes_behind(
 
 
 def _bound(node: Node, name: str) -> float | None:
-    return getattr(node, f"_saved_{name}")  # type: ignore[no-any-return]
+    return getattr(node, f"_saved_{name}")  # type: ignore[no-any-return]  # untyped in torch
 
 
 def _origin(tensor: torch.Tensor) -> Node | None:
