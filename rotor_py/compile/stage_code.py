@@ -183,6 +183,7 @@ def _compile(
     function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
 ) -> Callable[..., Any]:
     # Import Inductor only here: this takes a second, and most plans do not need it.
+    from torch.compiler import config as compiler_config
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from rotor_profiling.torch_compat import (
@@ -204,16 +205,20 @@ def _compile(
     with torch.no_grad(), disable_current_modes(), mode:
         function.note_outputs(*fake)
     context = TracingContext(mode)
+    tag = getattr(compiler_config, "cache_key_tag", None)  # torch 2.5 has none
+    tags = {} if tag is None else {"cache_key_tag": f"{tag} {torch.backends.cpu.get_cpu_capability()}"}
     with (
         disable_current_modes(),  # dispatch modes that observe the stage's first run must not see the tracing
         tracing(context),
         torch.enable_grad(),
         # `donated_buffer`: Rule 4. Compile the backward now, not in the first training step. Disable AOTAutograd's
         # cache: its key is the graph of `as_graph`, one call for every stage, so stages would get other stages' code.
-        # Leave Inductor's cache on: its key is the traced operators.
+        # Leave Inductor's cache on: its key is the traced operators. The key lacks the width of the processor's vectors:
+        # code made for narrower ones, as under another ATEN_CPU_CAPABILITY, writes past the ends of its buffers.
         functorch_config.patch(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
+        compiler_config.patch(**tags),
     ):
         call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
     # PyTorch reads None as "some saved tensors are donated", and would raise an error when a retained graph runs again.

@@ -15,6 +15,7 @@ from tests.checkpointable.steps import square as loss
 from tests.compile.network import ROWS, Compilations, Net, Wide, batch, measured, peak, results, share_of, whole
 from tests.execute.test_moving import same
 from tests.fields import logged
+from tests.quick import run_python
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,18 @@ def test_the_graph_is_one_compiled_stage_inside_the_limit(free: Checkpointable) 
         assert found.compiled == found.names
         assert len(found._planner.in_use.ways) == 2  # and plain: its stages are not compiled beside it
     assert measured(tight, batch(ROWS)) <= peak(tight) <= limit < peak(free)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vectors have one width here")
+def test_code_in_a_cache_on_disk_is_not_run_with_wider_vectors_than_it_was_made_for(tmp_path: Path) -> None:
+    """Inductor's key lacks their width, and a loop made for 8 numbers at a time then writes 16 at its end."""
+    script = "from tests.compile.network import *; print(float(whole('1GB', make=Wide)(batch(ROWS)).sum()))"
+    made = []
+    for capability in ("avx2", "avx512"):
+        run = run_python(script, ATEN_CPU_CAPABILITY=capability, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        made.append(float(run.stdout))
+    assert made[0] == pytest.approx(made[1], rel=1e-3)
 
 
 @pytest.mark.slow
