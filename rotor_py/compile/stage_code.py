@@ -213,7 +213,7 @@ def _compile(
         torch.enable_grad(),
         # `donated_buffer`: Rule 4. Compile the backward now, not in the first training step. Disable AOTAutograd's
         # cache: its key is the graph of `as_graph`, one call for every stage, so stages would get other stages' code.
-        # Leave Inductor's cache on: its key is the traced operators. The key lacks the width of the processor's vectors:
+        # Leave Inductor's cache on: its key is the traced operators. It lacks the width of the processor's vectors, and
         # code made for narrower ones, as under another ATEN_CPU_CAPABILITY, writes past the ends of its buffers.
         functorch_config.patch(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
