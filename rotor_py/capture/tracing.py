@@ -23,6 +23,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ _DYNAMO = {
     # By default, TorchDynamo does not trace a module again after hooks have been registered on it or removed.
     "skip_nnmodule_hook_guards": False,
 }
+# By default, each run of a graph draws from a `random.Random` what the trace drew. Have such an object break the graph.
+_NO_STREAMS = {"RandomVariable": SimpleNamespace(is_supported_random_obj=lambda _: False)}
 # By default, sizes that are equal at tracing get one symbol: traced for an 8 x 8 batch, a graph serves no 8 x 9 batch.
 _SHAPES = {"use_duck_shape": False}
 
@@ -102,9 +105,9 @@ class Tracing:
 
         self._find_changed_numbers()
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS, **({"specialize_float": False} if self._open else {})}
-        settings: Settings = [(torch_compat.dynamo_config, dynamo), (shape_config, _SHAPES), *self._numbers_open()]
+        fixed: Settings = [(torch_compat.dynamo_config, dynamo), (shape_config, _SHAPES), (builder, _NO_STREAMS)]
         # Do not use torch's `config.patch`, which is slower and leaks context variables.
-        with set_meanwhile(*settings), _shapes_unlogged():
+        with set_meanwhile(*fixed, *self._numbers_open()), _shapes_unlogged():
             callbacks.register_start_callback(start)
             try:
                 yield

@@ -161,6 +161,23 @@ def test_arrays_that_numpy_draws_are_those_of_plain_training_and_layers_traced_a
     assert_same_step(planned, plain, value, seed=np.random.seed)
 
 
+class Jittered(Stack):
+    def __init__(self) -> None:
+        super().__init__(Block(), Block())
+        self.stream = random.Random(1)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value * torch.full((), self.stream.random()))
+
+
+def test_a_model_s_own_stream_of_python_draws_the_next_number_in_every_step() -> None:
+    """TorchDynamo would put the trace's number into the graph."""
+    value = torch.randn(16, WIDTH)
+    planned, plain = planned_and_plain(Jittered(), value, cache=False, watch=False)
+    for _ in range(3):
+        assert_same_step(planned, plain, value)
+
+
 class Counter(nn.Module):
     """A block that counts its calls, which change what it computes; so does a temperature."""
 
