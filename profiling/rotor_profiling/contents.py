@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import cache, lru_cache, partial
 from itertools import starmap
@@ -61,8 +61,7 @@ def is_object(kind: type) -> bool:
     return kind in (SimpleNamespace, Namespace) or not other
 
 
-@lru_cache(maxsize=4096)
-def kind_of(kind: type) -> str | None:
+def _kind_of(kind: type) -> str | None:
     """Return how instances of a class are copied and restored; None if they are not."""
     if kind in PLAIN:
         return "tensor" if kind is torch.Tensor else None
@@ -79,6 +78,9 @@ def kind_of(kind: type) -> str | None:
     if (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
         return "array"
     return "object" if is_object(kind) else None
+
+
+kind_of: Callable[[Any], str | None] = lru_cache(maxsize=4096)(_kind_of)
 
 
 def contents_of(value: Any, seen: set[int], *, copies: bool) -> Contents:
