@@ -152,17 +152,17 @@ class Attributes:
                 change.put_back()
 
 
-_REGISTERED = ("_buffers", "_parameters", "_modules")
 Made = list[tuple[nn.Module, Table, str, bool]]  # a module, its dict that got a value, the name, and whether it is new
 
 
 def made_by(function: Callable[..., Any]) -> Callable[[], Made]:
     """Return a function that lists the buffers, parameters and submodules that runs since now have made."""
-    before = [
-        (module, vars(module)[table], dict(vars(module)[table]))
+    tables = [
+        (module, table)
         for module in modules_of(function)
-        for table in _REGISTERED
+        for table in (module._buffers, module._parameters, module._modules)
     ]
+    before = [(*each, dict(each[1])) for each in tables]
     return lambda: [
         (module, table, name, name not in had)
         for module, table, had in before
@@ -248,12 +248,8 @@ def left_by(changes: Iterable[Change]) -> list[torch.Tensor]:
     """Return the floating-point tensors that a run put into attributes, each once, in the same order after any run."""
     changes = sorted(changes, key=lambda change: change.name)
     before = {id(tensor) for change in changes for tensor in _floating(change.value, change.contents)}
-    now = [tensor for change in changes for tensor in _floating_now(change)]
+    now = [tensor for change in changes for tensor in _floating(vars(change.module).get(change.name))]
     return list({id(tensor): tensor for tensor in now if id(tensor) not in before}.values())
-
-
-def _floating_now(change: Change) -> list[torch.Tensor]:
-    return _floating(vars(change.module).get(change.name))
 
 
 def _floating(value: Any, contents: Contents | None = None) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 
 from rotor_profiling import storage_bytes, tensors_in, torch_compat
-from rotor_profiling.isolate import main_device
+from rotor_profiling.isolate import Replaced, main_device
 from rotor_profiling.step import watch_step
 from rotor_profiling.torch_compat import CompileContext, TracingContext, compile_context, functorch_config, tracing
 from rotor_py.compile.partitioner import BudgetPartitioner, saving_inputs
@@ -225,11 +224,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     def __enter__(self) -> memory_budget:
         self._tokens.append(_current.set(self))
-        _count_block(1)
+        _replaced.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _count_block(-1)
+        _replaced.__exit__()
         _current.reset(self._tokens.pop())
         if kind is None and not self.compiled:
             said = f"call torch.compile inside memory_budget({self.limit!r}): it does not affect models compiled before"
@@ -282,23 +281,12 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 _current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)
 
 
-_blocks = 0  # number of `memory_budget` blocks open in all threads; while it is not 0, `torch.compile` is replaced
-_lock = threading.Lock()
-_plain_compile: Any = torch.compile
-
-
 def _compile(model: Any = None, **settings: Any) -> Any:
     budget = _current.get()  # None if this thread is in no `memory_budget` block
     if budget is not None and not settings.get("disable"):
         settings = budget.bound(settings)
-    return _plain_compile(model, **settings)
+    ((_, _, plain),) = _replaced.originals
+    return plain(model, **settings)
 
 
-def _count_block(change: int) -> None:
-    global _blocks, _plain_compile
-    with _lock:
-        if _blocks == 0:
-            _plain_compile, torch.compile = torch.compile, _compile
-        _blocks += change
-        if _blocks == 0:
-            torch.compile = _plain_compile
+_replaced = Replaced(lambda: [(torch, "compile", _compile)])

@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -222,10 +221,6 @@ class FirstTrainingStep:
         self._stop()
 
 
-class _ForwardInFlight:
-    """A forward whose backward has not begun. Only gradient hooks in its graph refer to it: it is freed with them."""
-
-
 class FollowedModel:
     """The model of `network`, planned in place. `size`: number of trained elements; `optimizer`: None if unknown."""
 
@@ -243,7 +238,6 @@ class FollowedModel:
         self.autocast = autocast_now([network.device])
         self.forward = InPlaceForward(network)
         self.went_back = self.own_loss = False
-        self._in_flight: WeakSet[_ForwardInFlight] = WeakSet()
         self._most_in_flight = 1
 
     def measure(self, sample: ForwardArguments) -> None:
@@ -270,15 +264,12 @@ class FollowedModel:
         self.sample = sample
         tensors = [each for each in tensors_in(output) if each.requires_grad]
         self.own_loss = any(each.dim() == 0 for each in tensors)
-        forward = _ForwardInFlight()
-        self._in_flight.add(forward)
-        self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
+        self._most_in_flight = max(self._most_in_flight, plan_of(self.network).most_in_flight)
         for tensor in tensors:
-            tensor.register_hook(partial(self._gradient_came, forward))
+            tensor.register_hook(self._gradient_came)
 
-    def _gradient_came(self, forward: _ForwardInFlight, gradient: torch.Tensor) -> None:
+    def _gradient_came(self, gradient: torch.Tensor) -> None:
         self.went_back = True
-        self._in_flight.discard(forward)
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
