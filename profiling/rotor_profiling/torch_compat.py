@@ -56,7 +56,6 @@ NAMES = {
     "GuardBuilder": "torch._dynamo.guards.GuardBuilder",
     "OpOverload": "torch._ops.OpOverload",
     "OpOverloadPacket": "torch._ops.OpOverloadPacket",
-    "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
     "OrderedSet": "torch.utils._ordered_set.OrderedSet",
     "TorchCompileInductorWrapper": "torch._TorchCompileInductorWrapper",
     "TorchCompileWrapper": "torch._TorchCompileWrapper",

@@ -119,16 +119,13 @@ class CapturedLayer(StageOffers):
     def _difference(self, value: Any, device: torch.device) -> str | None:
         """Return how a step in some partial storage mode differs from the layer's own step, as text; None if equal."""
         expected, state, saved = self._step(self.layer, value, device)
+        known = len(self._stages)
         if sets_attributes(self.layer):  # the forward changes attributes, so its next run may need another graph
-            run = self.forward_by(self._named[0])
             with isolated(self.layer, device), torch.enable_grad():
                 # The second run reads the attributes that the first has changed, and TorchDynamo makes them symbolic.
-                run(leaves_of(value))
-                run(leaves_of(value))
-                known = len(self._stages)
-                run(leaves_of(value))
-        else:
-            known = len(self._stages)
+                for _ in range(3):
+                    known = len(self._stages)
+                    self.forward_by(self._named[0])(leaves_of(value))
         for way in self._named:
             found, after, saved_then = self._step(self.forward_by(way), value, device)
             same = state == after and len(found) == len(expected)
