@@ -131,7 +131,7 @@ class CapturedLayer(StageOffers):
             same = state == after and len(found) == len(expected)
             if len(self._stages) > known:
                 return "TorchDynamo captures another graph in every run"
-            if not same or not (prediction() is not None or all(map(_same, found, expected))):
+            if not same or not (prediction() is not None or all(map(equal, found, expected))):
                 return "the captured layer computes other values than the layer"
             if saved != saved_then:
                 return "the captured layer saves other tensors than the layer"
@@ -200,7 +200,3 @@ class CapturedLayer(StageOffers):
                 "layer %s stores all saved tensors, not a part: %s. Steps may exceed the limit: call measure() again",
                 self._name, cause, extra=record_fields("stored_whole", name=self._name),
             )  # fmt: skip
-
-
-def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    return found is expected if found is None or expected is None else equal(found, expected)

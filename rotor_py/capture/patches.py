@@ -111,14 +111,12 @@ def give_up(node: fx.Node) -> None:
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return the graph without checks of questions about the batch: a copy if it has any, since models share graphs."""
-    if not any(is_question(node) and _is_about_the_batch(node) for node in graph_module.graph.nodes):
-        return graph_module
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    for node in graph.nodes:
-        if is_question(node) and _is_about_the_batch(node):
-            give_up(node)
-    return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+    asked = [node for node in graph.nodes if is_question(node) and _is_about_the_batch(node)]
+    for node in asked:
+        give_up(node)
+    return fx.GraphModule(graph_module, graph, type(graph_module).__name__) if asked else graph_module
 
 
 def _is_about_the_batch(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rotor_profiling import torch_compat
 from rotor_profiling.backends import Prediction, Storages, using
-from rotor_profiling.followed_storages import LiveBytes, OperatorBytes, no_scratch
+from rotor_profiling.followed_storages import LiveBytes, OperatorBytes
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
@@ -112,7 +112,7 @@ class PredictedDevice(Prediction):
     """
 
     seconds: OperatorSeconds
-    scratch: OperatorBytes = no_scratch
+    scratch: OperatorBytes = lambda *_: 0
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:
         return PredictedMeter(LiveBytes({device.type}, self.kind, self.scratch))

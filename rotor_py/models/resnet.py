@@ -26,8 +26,10 @@ Norm = Callable[[int], nn.Module]
 class ResidualBlock(nn.Module):
     """`relu(branch(x) + shortcut(x))`, where the shortcut is the identity or `downsample`.
 
-    The branch is convolutions, each with a normalisation, and a ReLU between two.
+    The branch is `convolutions`, each with a normalisation, and a ReLU between two.
     """
+
+    convolutions: Callable[..., list[nn.Conv2d]]
 
     def __init__(
         self,
@@ -48,11 +50,6 @@ class ResidualBlock(nn.Module):
             self.add_module(f"bn{self.count}", (norm_layer or nn.BatchNorm2d)(conv.out_channels))
         self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample
-
-    def convolutions(
-        self, inplanes: int, planes: int, stride: int, groups: int, base_width: int, dilation: int
-    ) -> list[nn.Conv2d]:
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         out = x

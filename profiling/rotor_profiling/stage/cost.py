@@ -158,10 +158,14 @@ def _measure_once(
     # A node runs a stage that leaves tensors in attributes with a graph, to see which of them need a gradient.
     shown_rise = shown[0][0]["forward"].rise if leaves_tensors(runners[0].function) else 0
     nograd_temp = max(0, max(rise, shown_rise, meter.phases["again"].rise) - activation)
-    same = {"activation_bytes": activation, "nograd_temp_bytes": nograd_temp, "left_bytes": sum(left.values())}
     apart = carried_bytes + saved_left
-    ways = tuple(_bytes_of(phases, replace(found, **same), apart, silent_bytes, context) for phases, found in shown)
-    return ways, None if watch is None else StageRun(tuple(seconds))
+    ways = []
+    for phases, found in shown:
+        known = replace(
+            found, activation_bytes=activation, nograd_temp_bytes=nograd_temp, left_bytes=sum(left.values())
+        )
+        ways.append(_bytes_of(phases, known, apart, silent_bytes, context))
+    return tuple(ways), None if watch is None else StageRun(tuple(seconds))
 
 
 def _backward_peak(phases: Mapping[str, Phase]) -> int:

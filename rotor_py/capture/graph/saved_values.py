@@ -156,20 +156,19 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
             if node.op == "output":
                 break
             read = {each: tensors_in(values[each]) for each in node.all_input_nodes}
-            before = [tensor._version for tensors in read.values() for tensor in tensors]
+            before = [(tensor, tensor._version) for tensors in read.values() for tensor in tensors]
             with _counter() if kind_of(node) else nullcontext() as count:
                 values[node] = _value_of(body, node, values, given, mode, sizes)
             if count is not None:
                 found.flops[node] = count.get_total_flops()
-            after = [tensor for tensors in read.values() for tensor in tensors]
-            written = [each for each, version in zip(after, before, strict=True) if each._version != version]
+            written = [tensor for tensor, version in before if tensor._version != version]
             if not written and node.op.startswith("call") and overwrites(node):
                 name = str(node.target)
                 raise InvalidTypeError(f"{name} changes a tensor's metadata", kind="metadata_changed", name=name)
             memories.read(node, read)
             memories.write(node, written)
             memories.make(node, tensors_in(values[node]))
-            del read, after, written
+            del read, before, written
             # Free each value after the last node that reads it, as in training.
             readers.subtract(node.all_input_nodes)
             for each in (node, *node.all_input_nodes):
