@@ -157,12 +157,11 @@ Made = list[tuple[nn.Module, Table, str, bool]]  # a module, its dict that got a
 
 def made_by(function: Callable[..., Any], *, attributes: bool = False) -> Callable[[], Made]:
     """Return a function that lists the buffers, parameters, submodules, maybe other attributes that runs have made."""
-    tables = [
-        (module, table)
+    before = [
+        (module, table, set(table), _names(table))
         for module in modules_of(function)
         for table in (module._buffers, module._parameters, module._modules, *([vars(module)] if attributes else ()))
     ]
-    before = [(*each, set(each[1]), _names(each[1])) for each in tables]
     return lambda: [
         (module, table, name, name not in known)
         for module, table, known, had in before

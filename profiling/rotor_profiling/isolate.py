@@ -105,10 +105,7 @@ def set_meanwhile(*settings: tuple[Any, Mapping[str, Any]]) -> Iterator[None]:
 
 
 class Replaced:
-    """Context for which attributes have other values, as long as any thread is in it.
-
-    `found` lists the values: the object that has an attribute, the attribute's name, and the value.
-    """
+    """As long as any thread is in this context, attributes have the values of `found`: (owner, name, value) of each."""
 
     def __init__(self, found: Callable[[], list[tuple[Any, str, Any]]]) -> None:
         self._found = found

@@ -22,9 +22,7 @@ ENOUGH_SECONDS = 0.02
 class Stopwatch(Protocol):
     """Times the laps of one run. The first lap begins at `start`; each call of `lap` ends one and begins the next."""
 
-    @property
-    def exact(self) -> bool:
-        """Whether every run gives the same seconds, so that one run suffices."""
+    exact: bool  # whether every run gives the same seconds, so that one run suffices
 
     def start(self) -> None: ...
 
