@@ -136,7 +136,7 @@ MUTATIONS = [
     ),
     mutation(
         "outputs are taken to be held by the graph",
-        "output_released_bytes=min(max(0, output_freed - release.kept), activation, saved),",
+        "output_released_bytes=min(freed, known.activation_bytes, saved),",
         "output_released_bytes=0,",
         "chain",
     ),

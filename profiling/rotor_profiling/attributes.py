@@ -152,28 +152,21 @@ class Attributes:
                 change.put_back()
 
 
-_REGISTERED = ("_buffers", "_parameters", "_modules")
 Made = list[tuple[nn.Module, Table, str, bool]]  # a module, its dict that got a value, the name, and whether it is new
 
 
-def made_by(function: Callable[..., Any]) -> Callable[[], Made]:
-    """Return a function that lists the buffers, parameters and submodules that runs since now have made."""
+def made_by(function: Callable[..., Any], *, attributes: bool = False) -> Callable[[], Made]:
+    """Return a function that lists the buffers, parameters, submodules, maybe other attributes that runs have made."""
     before = [
-        (module, vars(module)[table], dict(vars(module)[table]))
+        (module, table, set(table), _names(table))
         for module in modules_of(function)
-        for table in _REGISTERED
+        for table in (module._buffers, module._parameters, module._modules, *([vars(module)] if attributes else ()))
     ]
     return lambda: [
-        (module, table, name, name not in had)
-        for module, table, had in before
-        for name in sorted(_names(table) - _names(had))
+        (module, table, name, name not in known)
+        for module, table, known, had in before
+        for name in sorted(_names(table) - had)
     ]
-
-
-def makers(function: Callable[..., Any]) -> Callable[[], set[nn.Module]]:
-    """Return a function that returns the modules in which runs since now have made attributes, buffers or the like."""
-    registered, before = made_by(function), [(module, _names(vars(module))) for module in modules_of(function)]
-    return lambda: {each[0] for each in registered()} | {each for each, names in before if _names(vars(each)) - names}
 
 
 def _names(table: Table) -> set[str]:
@@ -202,7 +195,11 @@ def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Ite
 
 def sets_attributes(function: Callable[..., Any]) -> bool:
     """Return whether a run of `function` has changed an attribute that was neither missing nor None."""
-    return any(_changing.get(module) for module in modules_of(function, but=HasKind))
+    return bool(_changing_in(function))
+
+
+def _changing_in(function: Callable[..., Any]) -> list[tuple[nn.Module, str]]:
+    return [(module, name) for module in modules_of(function, but=HasKind) for name in _changing.get(module, ())]
 
 
 def advanced_generators(model: nn.Module) -> list[str]:
@@ -213,28 +210,25 @@ def advanced_generators(model: nn.Module) -> list[str]:
 
 def kept_bytes(function: Callable[..., Any]) -> int:
     """Return the bytes of the former tensors in changing attributes, which a recomputation of `function` needs."""
-    modules = modules_of(function, but=HasKind)
-    owned = _owned(modules)
+    owned = _owned(function)
     return sum(
         (1 + (name in _written[module]))  # if a run writes to the tensor, the recomputation writes to a second copy
         * storage_bytes(tensors_held(vars(module).get(name)), owned)
-        for module in modules
-        for name in _changing.get(module, ())
+        for module, name in _changing_in(function)
     )
 
 
 def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
     """Return tensors that runs leave in attributes, as weight norm does: in memory until the next run replaces them."""
-    modules = modules_of(function, but=HasKind)
-    changing = [(module, name) for module in modules for name in _changing.get(module, ())]
-    names = [(module, name) for module, name in changing if name not in _written[module]]
-    owned = _owned(modules).keys() if names else set()
+    names = [(module, name) for module, name in _changing_in(function) if name not in _written[module]]
+    owned = _owned(function).keys() if names else set()
     tensors = [each for module, name in names for each in tensors_held(vars(module).get(name))]
     return [each for each in tensors if owned.isdisjoint(storages([each]))]
 
 
-def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
+def _owned(function: Callable[..., Any]) -> dict[int, int]:
     # Storages of parameters and buffers, which do not count as attributes, although recurrent layers list them in one.
+    modules = modules_of(function, but=HasKind)
     tables = [table for module in modules for table in (module._parameters, module._buffers)]
     return storages(each for table in tables for each in table.values() if each is not None)
 
@@ -248,12 +242,8 @@ def left_by(changes: Iterable[Change]) -> list[torch.Tensor]:
     """Return the floating-point tensors that a run put into attributes, each once, in the same order after any run."""
     changes = sorted(changes, key=lambda change: change.name)
     before = {id(tensor) for change in changes for tensor in _floating(change.value, change.contents)}
-    now = [tensor for change in changes for tensor in _floating_now(change)]
+    now = [tensor for change in changes for tensor in _floating(vars(change.module).get(change.name))]
     return list({id(tensor): tensor for tensor in now if id(tensor) not in before}.values())
-
-
-def _floating_now(change: Change) -> list[torch.Tensor]:
-    return _floating(vars(change.module).get(change.name))
 
 
 def _floating(value: Any, contents: Contents | None = None) -> list[torch.Tensor]:

@@ -6,12 +6,13 @@ stopwatch the same code uses on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,35 +40,34 @@ class Storages:
         return -(-size // self.block) * self.block
 
 
-class Prediction(Protocol):
-    """Meter, stopwatch and properties of an absent device; `PredictedDevice` of rotor_py implements it."""
+@dataclass(frozen=True, slots=True)
+class Prediction(ABC):
+    """Meter, stopwatch and properties of an absent device of type `kind`; `PredictedDevice` of rotor_py implements it.
+
+    Libraries use `workspace_bytes` of its free `memory_bytes`. It is one of `count` equal devices that train one model
+    together. `host_bandwidth` is the bytes per second of copies to or from the host, with both directions busy. Inside
+    the context `operators`, PyTorch runs the operators of such a device.
+    """
+
+    kind: str
+    memory_bytes: int
+    _: KW_ONLY
+    workspace_bytes: int = 0
+    storages: Storages = Storages(1, fake=True)
+    name: str = "a device that is not here"
+    count: int = 1
+    host_bandwidth: float = 1e9
+    operators: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
-    def storages(self) -> Storages: ...
+    def all_names(self) -> str:
+        return self.name if self.count == 1 else f"{self.count} × {self.name}"
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def all_names(self) -> str: ...
-
-    @property
-    def memory_bytes(self) -> int: ...
-
-    @property
-    def workspace_bytes(self) -> int: ...
-
-    @property
-    def host_bandwidth(self) -> float: ...
-
+    @abstractmethod
     def memory_meter(self, device: torch.device) -> MemoryMeter: ...
 
+    @abstractmethod
     def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]: ...
-
-    def operators(self) -> AbstractContextManager[object]: ...
 
 
 # CUDA's caching allocator rounds every request up to a multiple of 512 bytes (`kMinBlockSize` in torch).

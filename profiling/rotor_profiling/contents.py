@@ -117,10 +117,8 @@ def contents_of(value: Any, seen: set[int], *, copies: bool) -> Contents:
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
-    if kind == "object":
-        return fields_of(value)
-    fields = {} if type(value) is MethodType else vars(value)
-    return {name: each for name, each in fields.items() if name not in TABLES} if kind == "module" else dict(fields)
+    fields = fields_of(value)
+    return {name: each for name, each in fields.items() if name not in TABLES} if kind == "module" else fields
 
 
 def _given(value: Any) -> tuple[Any, ...]:
@@ -152,7 +150,7 @@ def as_it_was(value: Any, content: Any) -> bool:
     if kind == "tensor":
         return bool(value._version == content.version)
     if kind == "array":
-        return content.copy is None or _bytes_of(value) == _bytes_of(content.copy)
+        return content.copy is None or bool(value.tobytes() == content.copy.tobytes())
     if kind == "iterator":
         return _alike(_state(value), content)
     now = value if kind == "container" else _fields(value, str(kind))
@@ -163,10 +161,6 @@ def as_it_was(value: Any, content: Any) -> bool:
     if isinstance(now, dict):
         return all(key in content and each is content[key] for key, each in now.items())
     return all(map(operator.is_, now, content))
-
-
-def _bytes_of(array: Any) -> tuple[Any, ...]:
-    return array.shape, array.dtype, array.tobytes()
 
 
 def unchanged(contents: Contents) -> bool:
@@ -193,28 +187,32 @@ def _stays(value: Any, content: Any) -> bool:
     return small or not isinstance(content, Values) or not as_it_was(value, content)
 
 
+def _copied(contents: Contents) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each tensor of which there is a copy, with the copy."""
+    for value, content in contents:
+        if isinstance(value, torch.Tensor) and content.copy is not None:
+            yield value, content.copy
+
+
 def write_back(contents: Contents) -> None:
     """Give the tensors their recorded values, if there is a copy."""
-    for value, content in contents:
-        if isinstance(content, Values) and content.version is not None and content.copy is not None:
-            # A write to `data` does not raise the version counter, which autograd compares in its backward.
-            value.data.copy_(content.copy)
+    for tensor, before in _copied(contents):
+        tensor.data.copy_(before)  # writing to `data` does not raise the version counter, which autograd compares
 
 
 def iterators_of(contents: Contents, stand_ins: StandIns, *, moved: bool = True) -> StandIns:
     """Add stand-ins for iterators to `stand_ins`; if `moved`, only for those that have advanced since."""
     for value, content in contents:
-        advanced = kind_of(type(value)) == "iterator" and content is not None and type(value) is not GeneratorType
-        if advanced and id(value) not in stand_ins and not (moved and as_it_was(value, content)):
-            stand_ins[id(value)] = _iterator(content)
+        copied = kind_of(type(content)) == "iterator"
+        if copied and id(value) not in stand_ins and not (moved and as_it_was(value, content)):
+            stand_ins[id(value)] = _another(content)
     return stand_ins
 
 
 def copies_of(contents: Contents, stand_ins: StandIns) -> StandIns:
     """Add stand-ins for iterators that have advanced, and for tensors of which there are copies, to `stand_ins`."""
-    for value, content in contents:
-        if isinstance(content, Values) and content.version is not None and content.copy is not None:
-            stand_ins.setdefault(id(value), content.copy.clone())
+    for tensor, before in _copied(contents):
+        stand_ins.setdefault(id(tensor), before.clone())
     return iterators_of(contents, stand_ins)
 
 
@@ -256,53 +254,35 @@ def _fill(value: Any, content: Any, kind: str) -> None:
 
 
 def _state(value: Any) -> Any:
-    """Return the state of an iterator, from which `_iterator` makes another one; None if it cannot be copied."""
+    """Return another iterator in the same state; None if there is none. Return where a generator is in its code."""
     if type(value) is GeneratorType:
         frame = value.gi_frame
         return None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values()))
     try:
-        return _reduced(value)
+        return _another(value)
     except TypeError:  # it is, or has inside, an iterator that cannot be copied
         return None
 
 
-def _reduced(value: Any) -> Any:
-    make, given, *rest = value.__reduce__()
-    return make, tuple(map(_inside, given)), *(_inside(each, own=True) for each in rest)
+def _another(value: Any, *, own: bool = False) -> Any:
+    """Return another iterator in the same state, or the parts of a state with other iterators in place of those inside.
 
-
-class _Inner(NamedTuple):
-    """The state of an iterator inside of another one."""
-
-    state: Any
-
-
-def _inside(value: Any, *, own: bool = False) -> Any:
-    """Return a part of an iterator's state; `own`: copy lists, to which the iterator may append."""
+    `own`: also copy lists, to which the iterator may append.
+    """
     if kind_of(type(value)) == "iterator":
-        return _Inner(_reduced(value))
+        make, given, *rest = value.__reduce__()
+        made = make(*map(_another, given))
+        for each in rest:
+            made.__setstate__(_another(each, own=True))
+        return made
     if type(value) is tuple:
-        return tuple([_inside(each, own=own) for each in value])
-    return list(value) if own and type(value) is list else value
-
-
-def _iterator(state: Any) -> Any:
-    make, given, *rest = state
-    made = make(*[_outside(each) for each in given])
-    for each in rest:
-        made.__setstate__(_outside(each, own=True))
-    return made
-
-
-def _outside(value: Any, *, own: bool = False) -> Any:
-    if type(value) is _Inner:
-        return _iterator(value.state)
-    if type(value) is tuple:
-        return tuple([_outside(each, own=own) for each in value])
+        return tuple([_another(each, own=own) for each in value])
     return list(value) if own and type(value) is list else value
 
 
 def _alike(now: Any, then: Any) -> bool:
+    if kind_of(type(now)) == kind_of(type(then)) == "iterator":
+        now, then = now.__reduce__(), then.__reduce__()
     if isinstance(now, tuple) and isinstance(then, tuple):
         return len(now) == len(then) and all(map(_alike, now, then))
     if type(now) is list:

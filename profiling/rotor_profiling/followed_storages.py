@@ -202,18 +202,13 @@ class FollowedStorages(TorchDispatchMode):
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 
 
-def no_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return 0, as if kernels needed no temporary memory."""
-    return 0
-
-
 class LiveBytes(FollowedStorages):
     """Count the bytes of storages that operators make on devices of the types `kinds` while the mode is active.
 
     Rounds each size as the allocator of the device type `kind` does. `scratch` returns the temporary bytes of a kernel.
     """
 
-    def __init__(self, kinds: set[str], kind: str, scratch: OperatorBytes = no_scratch) -> None:
+    def __init__(self, kinds: set[str], kind: str, scratch: OperatorBytes = lambda *_: 0) -> None:
         super().__init__()
         self.now = 0  # Live bytes of storages created since construction or `reset`
         self.peak = 0  # Most live bytes since construction, `reset` or `begin_peak`

@@ -104,6 +104,34 @@ def set_meanwhile(*settings: tuple[Any, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
+class Replaced:
+    """As long as any thread is in this context, attributes have the values of `found`: (owner, name, value) of each."""
+
+    def __init__(self, found: Callable[[], list[tuple[Any, str, Any]]]) -> None:
+        self._found = found
+        self._lock = threading.Lock()
+        self._inside = 0
+        self.originals: list[tuple[Any, str, Any]] = []
+
+    # Every step of a captured model enters this context, so it is no `contextmanager` generator, which is slower.
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            new = self._found()
+            self.originals = [(owner, name, getattr(owner, name)) for owner, name, _ in new]
+            for each in new:
+                setattr(*each)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                for each in self.originals:
+                    setattr(*each)
+
+
 def alias(parameter: torch.Tensor, *, trained: bool = True, copied: bool = False) -> torch.Tensor:
     """Return a leaf that shares the memory of `parameter`, but neither its gradient nor its hooks; or a copy of it."""
     # Some layers check that a parameter is a Parameter, or has certain attributes: so does its alias.

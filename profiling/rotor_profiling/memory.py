@@ -47,8 +47,7 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"], Protocol):
     the phase is `""`. `phases` maps names to phases once the context has exited.
     """
 
-    @property
-    def phases(self) -> dict[str, Phase]: ...
+    phases: dict[str, Phase]
 
     def mark(self, name: str) -> None: ...
 

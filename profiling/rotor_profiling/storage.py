@@ -126,8 +126,10 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
-def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def equal(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
     """Return whether two tensors have equal values, NaN included; of fake and meta ones, equal shapes and dtypes."""
+    if found is None or expected is None:
+        return found is expected
     if not (has_values(found) and has_values(expected)) or found.shape != expected.shape:
         return found.shape == expected.shape and found.dtype == expected.dtype
     if torch.equal(found, expected):

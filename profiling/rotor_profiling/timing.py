@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,9 +22,7 @@ ENOUGH_SECONDS = 0.02
 class Stopwatch(Protocol):
     """Times the laps of one run. The first lap begins at `start`; each call of `lap` ends one and begins the next."""
 
-    @property
-    def exact(self) -> bool:
-        """Whether every run gives the same seconds, so that one run suffices."""
+    exact: bool  # whether every run gives the same seconds, so that one run suffices
 
     def start(self) -> None: ...
 
@@ -70,26 +69,18 @@ def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[],
 
 def lower_quartile(samples: list[float]) -> float:
     """Return the lower quartile of the seconds `samples`: other programs only slow runs, so fast runs are typical."""
-    return _quantile(samples, 0.25)
+    return float(np.quantile(samples, 0.25))
 
 
 def spread(samples: list[float]) -> float:
     """Return the interquartile range of the `samples`, divided by their median; 0 for a single sample."""
-    middle = _quantile(samples, 0.5)
-    return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / middle if middle else 0.0
+    low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75))
+    return float((high - low) / middle) if middle else 0.0
 
 
 def several_processes() -> bool:
     """Return whether several processes train together: all must then run each collective equally often."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _quantile(samples: list[float], part: float) -> float:
-    ordered = sorted(samples)
-    at = part * (len(ordered) - 1)
-    below = int(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
 
 
 class _CpuStopwatch:

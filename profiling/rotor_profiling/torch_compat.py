@@ -56,7 +56,6 @@ NAMES = {
     "GuardBuilder": "torch._dynamo.guards.GuardBuilder",
     "OpOverload": "torch._ops.OpOverload",
     "OpOverloadPacket": "torch._ops.OpOverloadPacket",
-    "OptimizedModule": "torch._dynamo.eval_frame.OptimizedModule",
     "OrderedSet": "torch.utils._ordered_set.OrderedSet",
     "TorchCompileInductorWrapper": "torch._TorchCompileInductorWrapper",
     "TorchCompileWrapper": "torch._TorchCompileWrapper",
@@ -149,7 +148,6 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-_OLD_PRECISIONS = {"_get_float32_matmul_precision", "_get_cudnn_allow_tf32"}
 _ALIKE = (
     "float32_matmul_precision cudnn_allow_tf32 cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled "
     "mkldnn_deterministic nnpack_enabled cublas_allow_fp16_accumulation math_sdp_allow_fp16_bf16_reduction"
@@ -190,14 +188,13 @@ def kernel_settings() -> list[KernelSetting]:
 def _c_setting(get: str, put: str) -> KernelSetting:
     read, write = getattr(torch._C, get), getattr(torch._C, put)
 
-    def read_old() -> Any:
+    def known() -> Any:
         try:
             return read()
-        except RuntimeError:  # raised once the user has set a precision by the newer functions
+        except RuntimeError:  # raised by older settings once the user has set a precision by the newer functions
             return None
 
-    old = get in _OLD_PRECISIONS
-    return KernelSetting(read_old if old else read, lambda value: None if value is None else write(value))
+    return KernelSetting(known, lambda value: None if value is None else write(value))
 
 
 # Checks for classes of modules that take long to import. A module that is not imported yet has no instances.

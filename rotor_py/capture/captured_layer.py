@@ -119,22 +119,19 @@ class CapturedLayer(StageOffers):
     def _difference(self, value: Any, device: torch.device) -> str | None:
         """Return how a step in some partial storage mode differs from the layer's own step, as text; None if equal."""
         expected, state, saved = self._step(self.layer, value, device)
+        known = len(self._stages)
         if sets_attributes(self.layer):  # the forward changes attributes, so its next run may need another graph
-            run = self.forward_by(self._named[0])
             with isolated(self.layer, device), torch.enable_grad():
                 # The second run reads the attributes that the first has changed, and TorchDynamo makes them symbolic.
-                run(leaves_of(value))
-                run(leaves_of(value))
-                known = len(self._stages)
-                run(leaves_of(value))
-        else:
-            known = len(self._stages)
+                for _ in range(3):
+                    known = len(self._stages)
+                    self.forward_by(self._named[0])(leaves_of(value))
         for way in self._named:
             found, after, saved_then = self._step(self.forward_by(way), value, device)
             same = state == after and len(found) == len(expected)
             if len(self._stages) > known:
                 return "TorchDynamo captures another graph in every run"
-            if not same or not (prediction() is not None or all(map(_same, found, expected))):
+            if not same or not (prediction() is not None or all(map(equal, found, expected))):
                 return "the captured layer computes other values than the layer"
             if saved != saved_then:
                 return "the captured layer saves other tensors than the layer"
@@ -203,7 +200,3 @@ class CapturedLayer(StageOffers):
                 "layer %s stores all saved tensors, not a part: %s. Steps may exceed the limit: call measure() again",
                 self._name, cause, extra=record_fields("stored_whole", name=self._name),
             )  # fmt: skip
-
-
-def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    return found is expected if found is None or expected is None else equal(found, expected)

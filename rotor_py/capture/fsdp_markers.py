@@ -69,6 +69,7 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _OLDEST = (2, 11)
 
 Table = dict[str, nn.Parameter | None]
+Entries = list[tuple[dict[Any, Any], Any, Any]]  # triples of a dict, a key and a value
 Place = tuple[Table, str]  # a module's dict `_parameters`, and the key of a parameter in it
 
 
@@ -84,7 +85,7 @@ class FSDPMarks:
         self._model = model
         self.model_name = type(model).__name__
         self._holes: dict[int, nn.Parameter] = {}
-        self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._replaced: Entries = []
         if TORCH < _OLDEST:
             raise UnsupportedModelError(
                 f"fully_shard on {self.model_name}, which is not an nn.Sequential, needs torch "
@@ -124,23 +125,23 @@ class FSDPMarks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        self._mark()
+        self._replaced = _put(self._marks())
         try:
             yield
         finally:
-            self._put_back()
+            _put(self._replaced)
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
         """Inside the context `marked`, put the model's own parameters and hooks back, so that a graph can run."""
-        self._put_back()
+        marks = _put(self._replaced)
         try:
             yield
         finally:
-            self._mark()
+            self._replaced = _put(marks)
 
-    def _mark(self) -> None:
-        new: list[tuple[dict[Any, Any], Any, Any]] = []
+    def _marks(self) -> Entries:
+        new: Entries = []
         for number, group in enumerate(self.groups):
             for each in group.parameters:
                 new += [(module._parameters, name, self._hole(each)) for module, name in each.places]
@@ -149,14 +150,7 @@ class FSDPMarks:
                 if module is not self._model:
                     hooks = marking_hooks(f"{number} {position}", group.input_dtype, group.output_dtype)
                     new += [(*at, hook) for at, hook in zip(group.hook_places(position), hooks, strict=True)]
-        self._replaced = [(table, key, table[key]) for table, key, _ in new]
-        for table, key, value in new:
-            table[key] = value
-
-    def _put_back(self) -> None:
-        for table, key, value in self._replaced:
-            table[key] = value
-        self._replaced = []
+        return new
 
     def _hole(self, parameter: ShardedParameter) -> nn.Parameter:
         sharded = parameter.sharded
@@ -190,6 +184,14 @@ class FSDPMarks:
     def group_at(self, place: str) -> tuple[ShardGroup, int]:
         number, position = map(int, place.split())
         return self.groups[number], position
+
+
+def _put(entries: Entries) -> Entries:
+    """Set entries of dicts, and return their former values."""
+    before = [(table, key, table[key]) for table, key, _ in entries]
+    for table, key, value in entries:
+        table[key] = value
+    return before
 
 
 def is_mark(node: fx.Node) -> bool:

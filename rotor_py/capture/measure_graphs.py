@@ -33,7 +33,7 @@ from rotor_profiling import (
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_profiling.isolate import own_parametrizations, undoing
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.value_tree import with_own_containers
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph, written_input
@@ -99,30 +99,6 @@ def is_users(file: str) -> bool:
     return path.suffix == ".py" and not any(library in path.resolve().parents for library in _LIBRARIES)
 
 
-class _AsOperatorResult(torch.autograd.Function):
-    """Give a leaf a grad_fn, as an operator's result has one: autograd forbids in-place writes into leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, history: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, *gradients
-
-
-def as_operator_results(value: Any) -> Any:
-    """Return `value`, with a grad_fn for each leaf that requires a gradient, as if an operator had made it."""
-    history = torch.empty(0, requires_grad=True)
-    apply: Any = _AsOperatorResult.apply  # untyped in torch
-
-    def made(tensor: torch.Tensor) -> Any:
-        return apply(history, tensor.detach()) if tensor.requires_grad and tensor.is_leaf else tensor
-
-    return tree_map_only(torch.Tensor, made, value)
-
-
 # Upper bounds of the bytes that autograd saves outside the graphs, as shares of those that the graphs save. Guesses:
 # more than a fifth is better planned as a model of its own; bytes of packed sequences differ from batch to batch, so
 # they stay below the 2 % by which measured peaks may differ from predictions.
@@ -168,7 +144,8 @@ def measure_graphs(
             # `input_owned`: code outside the graph holds the graph's inputs, so a plan cannot free them.
             cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
-            made = as_operator_results(stages.walk(options.progress))
+            # As if operators had made them: autograd forbids in-place writes into leaves.
+            made = enter_graph(torch.empty(0, requires_grad=True), stages.walk(options.progress))
             stages.settle_layouts(())
             returned = tuple(map(weakref.ref, tensors_in(made)))
             context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +30,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from rotor_profiling import torch_compat
+from rotor_profiling.isolate import Replaced
 from rotor_profiling.torch_compat import BatchNorm
 from rotor_profiling.torch_compat import is_fake_tensor as is_fake
 from rotor_py.capture.graph.graph_nodes import tensors_of
@@ -111,54 +111,18 @@ def give_up(node: fx.Node) -> None:
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return the graph without checks of questions about the batch: a copy if it has any, since models share graphs."""
-    if not any(is_question(node) and _is_about_the_batch(node) for node in graph_module.graph.nodes):
-        return graph_module
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    for node in graph.nodes:
-        if is_question(node) and _is_about_the_batch(node):
-            give_up(node)
-    return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+    asked = [node for node in graph.nodes if is_question(node) and _is_about_the_batch(node)]
+    for node in asked:
+        give_up(node)
+    return fx.GraphModule(graph_module, graph, type(graph_module).__name__) if asked else graph_module
 
 
 def _is_about_the_batch(node: fx.Node) -> bool:
     """Whether a question's condition depends on values in the graph's inputs. These differ between processes."""
     read = reached([node], lambda each: filter(tensors_of, each.all_input_nodes))  # a node without tensors is a size
     return any(each.op == "placeholder" for each in read)
-
-
-# The module or class that has a function as an attribute, the attribute's name, and the function to put there.
-Replaced = tuple[Any, str, Callable[..., Any]]
-
-
-class _Replacement:
-    """Replace functions of torch and transformers while any thread captures a model. A replacement must behave like the
-    original outside traced code, since other threads call it as well.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._captures = 0
-        self._originals: list[Replaced] = []
-
-    # Every step enters this context, so do not make it a `contextmanager` generator, which is slower.
-    def __enter__(self) -> None:
-        with self._lock:
-            self._captures += 1
-            if self._originals:
-                return
-            for owner, name, function in _replaced():
-                self._originals.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, function)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._captures -= 1
-            if self._captures:
-                return
-            for owner, name, original in self._originals:
-                setattr(owner, name, original)
-            self._originals = []
 
 
 # With `momentum=None`, BatchNorm averages over all batches, and converts the number of batches to a Python float, which
@@ -235,14 +199,15 @@ def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor]
     return ask
 
 
-def _replaced() -> list[Replaced]:
+def _replaced() -> list[tuple[Any, str, Any]]:
+    # A replacement must behave like the original outside traced code, since other threads call it as well.
     # Do not import transformers: if it is not imported yet, the model does not come from it.
     experts, masks = sys.modules.get(_EXPERTS), sys.modules.get(_MASKS)
-    found: list[Replaced] = [(BatchNorm, "forward", _forward())]
+    found = [(BatchNorm, "forward", _forward())]
     if hasattr(experts, _PRODUCT):
         found.append((experts, _PRODUCT, _at_once(getattr(experts, _PRODUCT))))
     names = [name for name in _ASKING if hasattr(masks, name)]
     return [*found, *((masks, name, _asking(getattr(masks, name), _ASKING[name])) for name in names)]
 
 
-functions_replaced = _Replacement()  # enter this context while TorchDynamo may trace
+functions_replaced = Replaced(_replaced)  # enter this context while TorchDynamo may trace

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,21 +46,6 @@ _branching: WeakSet[nn.Module] = WeakSet()  # models that have reached an unplan
 _uncaptured: WeakSet[nn.Module] = WeakSet()  # models for which the warning about a forward without graph was logged
 
 
-class _Beginning:
-    """A model's state before a forward. Unless `whole`, only the random `streams`, from which tracing may draw."""
-
-    def __init__(self, model: nn.Module, streams: Iterable[Stream], *, whole: bool) -> None:
-        self.whole = whole
-        self._undo: Undoing = [partial(stream.set, stream.state()) for stream in streams]
-        if whole:
-            random = RandomState.now(accelerators_of((), model))
-            self._undo += [Buffers(model).put_back, Attributes(model).put_back, random.restore]
-
-    def put_back(self) -> None:
-        for undo in self._undo:
-            undo()
-
-
 class CaptureSession:
     def __init__(self, model: nn.Module, granularity: int) -> None:
         self.model = model
@@ -76,7 +61,9 @@ class CaptureSession:
         self._unplanned: set[CapturedGraph] = set()
         self._followed_plan = False  # whether the current (or last) forward has reached a planned graph
         self._went_on = False  # whether this forward has run an unplanned graph in place of the planned one
-        self._beginning: _Beginning | None = None  # state before this forward; None once a planned graph has run
+        # Restores the state before this forward; None once a planned graph has run.
+        self._undo: Undoing | None = None
+        self._undoes_all = False  # whether it restores more than random streams, from which tracing may draw
         self._streams: list[Stream] | None = None  # random streams of Python, NumPy and the model; finding them is slow
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +72,7 @@ class CaptureSession:
             "_main": None,
             "_planned": {},
             "_unplanned": set(),
-            "_beginning": None,
+            "_undo": None,
             "_streams": None,
         }
 
@@ -107,7 +94,11 @@ class CaptureSession:
         if self._streams is None:
             self._streams = streams_of(self.model)
         streams = (*self._streams, *streams_among(tree_leaves((args, kwargs))))
-        self._beginning = _Beginning(self.model, streams, whole=self.model in _branching)
+        self._undo = [partial(stream.set, stream.state()) for stream in streams]
+        self._undoes_all = self.model in _branching
+        if self._undoes_all:
+            random = RandomState.now(accelerators_of((), self.model))
+            self._undo += [Buffers(self.model).put_back, Attributes(self.model).put_back, random.restore]
         run_graph = partial(self._run_graph, run_stages, goes_on)
         try:
             with self._refusing():
@@ -116,7 +107,7 @@ class CaptureSession:
             self._put_back()
             raise
         finally:
-            self._beginning = None
+            self._undo = None
         if not (self._followed_plan or self._went_on or self.model in _uncaptured):
             _uncaptured.add(self.model)
             breaks_at = self._forward.breaks_at
@@ -198,8 +189,8 @@ class CaptureSession:
             ) from error
 
     def _put_back(self) -> None:
-        if self._beginning is not None:
-            self._beginning.put_back()
+        for undo in self._undo or ():
+            undo()
 
     def _run_graph(
         self, run_stages: RunStages, goes_on: bool, graph: CapturedGraph, arguments: tuple[Any, ...]
@@ -216,7 +207,7 @@ class CaptureSession:
         if not self._follows_plan(graph, goes_on):
             return graph.run_unplanned(arguments)
         value, values = entered or graph.enter(arguments)
-        self._followed_plan, self._beginning = True, None
+        self._followed_plan, self._undo = True, None
         return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph, goes_on: bool) -> bool:
@@ -236,10 +227,10 @@ class CaptureSession:
             graph.remember_written(self._planned[graph])
         except PlanMismatchError:
             known = False
-            if self._beginning is None:  # the planned graph has already run
+            if self._undo is None:  # the planned graph has already run
                 known = any(map(graph.same_as, self._unplanned))
                 self._unplanned.add(graph)
-            elif not (goes_on or self._went_on) and (self._beginning.whole or self._forward.breaks_at is None):
+            elif not (goes_on or self._went_on) and (self._undoes_all or self._forward.breaks_at is None):
                 raise
             else:
                 _branching.add(self.model)

@@ -6,7 +6,6 @@ import operator
 from collections import Counter, abc, deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations, pairwise, takewhile
 
 from torch import fx
@@ -28,7 +27,6 @@ _SMALL = 0.01
 _THRESHOLDS = 6  # number of limits tried for the seconds to recompute a byte. A guess: more make solving slower
 
 
-@dataclass
 class Stages:
     """A joint graph as a chain of stages, for the solver.
 
@@ -38,50 +36,50 @@ class Stages:
     operators recompute the others (a minimum cut, as in `capture/graph/selective_recompute.py`).
     """
 
-    joint: JointGraph
-    costs: dict[fx.Node, Cost]
-
-    @cached_property
-    def values(self) -> dict[fx.Node, None]:
-        """Nodes of the forward that allocate memory, in graph order. A tuple is represented by its `getitem` nodes."""
-        joint = self.joint
-        tuples = {node.all_input_nodes[0] for node in joint.forward if node.target is operator.getitem}
-        inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
-        return {node: None for node in inside if joint.bytes_of(node) and node not in tuples}
-
-    @cached_property
-    def read_backward(self) -> set[fx.Node]:
-        root = self.joint.root
-        read = [each for node in self.joint.backward for each in node.all_input_nodes]
-        return {root[each] for each in (*read, *self.joint.gradients) if each in root} & self.values.keys()
-
-    @cached_property
-    def reads(self) -> dict[fx.Node, set[fx.Node]]:
-        """Maps each node of the forward to the values that it reads, directly or through nodes such as views."""
-        found: dict[fx.Node, set[fx.Node]] = {}
-        for node in self.joint.forward:
-            found[node] = set()
+    def __init__(self, joint: JointGraph, costs: dict[fx.Node, Cost]) -> None:
+        self.joint, self.costs = joint, costs
+        forward, root = joint.forward, joint.root
+        # Nodes of the forward that allocate memory, in graph order. A tuple is represented by its `getitem` nodes.
+        tuples = {node.all_input_nodes[0] for node in forward if node.target is operator.getitem}
+        inside = (node for node in forward if root[node] is node and not is_number(node))
+        self.values = {node: None for node in inside if joint.bytes_of(node) and node not in tuples}
+        read = [each for node in joint.backward for each in node.all_input_nodes]
+        self.read_backward = {root[each] for each in (*read, *joint.gradients) if each in root} & self.values.keys()
+        # Maps each node of the forward to the values that it reads, directly or through nodes such as views.
+        self.reads: dict[fx.Node, set[fx.Node]] = {}
+        made = {node: position for position, node in enumerate(forward)}
+        last = dict(made)  # position of the last node that reads a value
+        for position, node in enumerate(forward):
+            self.reads[node] = set()
             for each in node.all_input_nodes:
-                found[node] |= {each} if each in self.values else found.get(each, set())
-        return found
+                self.reads[node] |= {each} if each in self.values else self.reads.get(each, set())
+            last |= dict.fromkeys(self.reads[node], position)
+        starts = self._cut_forward(last)
+        self.members = [forward[a:b] for a, b in pairwise([*starts, len(forward)])]
+        self.stage_of = {node: number for number, members in enumerate(self.members) for node in members}
+        live = [[value for value in self.values if made[value] < start <= last[value]] for start in starts]
+        # Values that all partitions keep: outputs, which the caller holds, and small values live at many cuts.
+        small = _SMALL * self.bytes_of(self.values)
+        times = Counter(value for values in live for value in values)
+        often = {value for value, count in times.items() if count >= _SPREAD and joint.bytes_of(value) <= small}
+        self.shared = ({root[node] for node in joint.outputs if node in root} | often) & self.values.keys()
+        # For each stage, the values live at its start that are not `shared`. Then an empty list, for the loss.
+        self.inputs = [*([value for value in values if value not in self.shared] for values in live), []]
+        own = self.values.keys() - self.shared
+        self.inside = [[node for node in members if node in own] for members in self.members]
+        self._levels = self._cuts_by_level()
+        # For each level of recomputation, the values that stages keep; at level 0, all that the backward reads.
+        self.parts: list[Set[fx.Node]] = [
+            kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._levels))
+        ]
+        # For each stage, its options: pairs of a level of recomputation (an index of `parts`) and the kept values.
+        self.options = [self._options(number) for number in range(len(self.members))]
 
-    @cached_property
-    def last_read(self) -> dict[fx.Node, int]:
-        found = dict(self.positions)
-        for position, node in enumerate(self.joint.forward):
-            found |= dict.fromkeys(self.reads[node], position)
-        return found
-
-    @cached_property
-    def positions(self) -> dict[fx.Node, int]:
-        return {node: position for position, node in enumerate(self.joint.forward)}
-
-    @cached_property
-    def cuts(self) -> list[int]:
-        """Index in `joint.forward` of each stage's first node."""
+    def _cut_forward(self, last_read: dict[fx.Node, int]) -> list[int]:
+        """Return the index in `joint.forward` of each stage's first node."""
         joint, ending = self.joint, Counter[int]()
         for value in self.values:
-            ending[self.last_read[value]] += joint.bytes_of(value)
+            ending[last_read[value]] += joint.bytes_of(value)
         live, made, lives, mades = 0, 0, [0], [0]
         for position, node in enumerate(joint.forward):
             size = joint.bytes_of(node) if node in self.values else 0
@@ -101,48 +99,11 @@ class Stages:
                 last = mades[position]
         return found
 
-    @cached_property
-    def members(self) -> list[list[fx.Node]]:
-        return [self.joint.forward[a:b] for a, b in pairwise([*self.cuts, len(self.joint.forward)])]
-
-    @cached_property
-    def stage_of(self) -> dict[fx.Node, int]:
-        return {node: number for number, members in enumerate(self.members) for node in members}
-
-    @cached_property
-    def shared(self) -> set[fx.Node]:
-        """Values that all partitions keep: outputs, which the caller holds, and small values live at many cuts."""
-        joint = self.joint
-        small = _SMALL * self.bytes_of(self.values)
-        found = {joint.root[node] for node in joint.outputs if node in joint.root}
-        for value in self.values:
-            over = sum(self.positions[value] < start <= self.last_read[value] for start in self.cuts)
-            if over >= _SPREAD and joint.bytes_of(value) <= small:
-                found.add(value)
-        return found & self.values.keys()
-
-    @cached_property
-    def inputs(self) -> list[list[fx.Node]]:
-        """For each stage, the values live at its start that are not `shared`. Then an empty list, for the loss."""
-        own = [value for value in self.values if value not in self.shared]
-        found = [[v for v in own if self.positions[v] < start <= self.last_read[v]] for start in self.cuts]
-        return [*found, []]
-
-    @cached_property
-    def inside(self) -> list[list[fx.Node]]:
-        own = self.values.keys() - self.shared
-        return [[node for node in members if node in own] for members in self.members]
-
-    @cached_property
-    def options(self) -> list[list[tuple[int, frozenset[fx.Node]]]]:
-        """For each stage, its options: pairs of a level of recomputation (an index of `parts`) and the kept values."""
-        return [self._options(number) for number in range(len(self.members))]
-
     def _options(self, number: int) -> list[tuple[int, frozenset[fx.Node]]]:
         inside = self.inside[number]
         targets = self.read_backward.intersection(inside)
         found = {frozenset(targets): 0}
-        for level, (again, everywhere) in enumerate(self._cuts_by_level, 1):
+        for level, (again, everywhere) in enumerate(self._levels, 1):
             local = self._cut(inside, targets, again)
             # Also keep inputs that the recomputation reads. (Those that a backward reads are other stages' targets.)
             local |= set(self.inputs[number]) & self.needed(number, local) - self.read_backward
@@ -151,12 +112,6 @@ class Stages:
                     found.setdefault(option, level)
         return [(level, kept) for kept, level in found.items()]
 
-    @cached_property
-    def parts(self) -> list[Set[fx.Node]]:
-        """For each level of recomputation, the values that stages keep; at level 0, all that the backward reads."""
-        return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_by_level))]
-
-    @cached_property
     def _cuts_by_level(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
         """Pairs for the levels above 0: values that may be recomputed, and values to keep, the most bytes first."""
         inside = [value for values in self.inside for value in values]

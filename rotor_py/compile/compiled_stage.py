@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from rotor_profiling import tensors_in
+from rotor_profiling import tensors_in, torch_compat
 from rotor_profiling.isolate import buffer_slots, isolated, main_device
 from rotor_profiling.stage.stage_signature import HasKind, stage_signature
+from rotor_profiling.storage import equal
 from rotor_profiling.torch_compat import disable_current_modes, tree_flatten, tree_leaves, tree_unflatten
 from rotor_py.compile.stage_code import WAYS, Config, StageCode, compile_code, owned_slots
 from rotor_py.errors import InfeasibleError, record_fields
@@ -32,10 +33,7 @@ def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one:
     with disable_current_modes():  # dispatch modes that observe the stage's own run must not see these runs
         expected = _results(stage, value, needs_gradient, one)
         found = _results(stage, value, needs_gradient, other)
-    return all(
-        theirs is mine if theirs is None or mine is None else torch.equal(mine, theirs)
-        for mine, theirs in zip(expected, found, strict=True)
-    )
+    return all(equal(*each) for each in zip(found, expected, strict=True))
 
 
 def _results(
@@ -96,8 +94,7 @@ class StageCompiler:
             raise
         # AOTAutograd, Inductor and the C++ compiler may raise any error. The stage then runs uncompiled.
         except Exception as error:
-            from rotor_profiling.torch_compat import inductor_exceptions as exc
-
+            exc = torch_compat.inductor_exceptions
             missing = exc.InvalidCxxCompiler, exc.TritonMissing, exc.GPUTooOldForTriton
             self._has_tools = not isinstance(getattr(error, "inner_exception", error), missing)
             name = name if self._has_tools else "the model"

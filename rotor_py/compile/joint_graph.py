@@ -43,23 +43,23 @@ class JointGraph:
     module: fx.GraphModule
     num_outputs: int
 
-    @cached_property
-    def device(self) -> torch.device:
-        """The device whose memory is planned: the accelerator if an input is on one, else the CPU."""
-        return main_device(tensors_in([node.meta.get("val") for node in self.inputs]))
-
-    @cached_property
-    def outputs(self) -> list[fx.Node]:
-        """Outputs of the forward, including values that it writes into its inputs."""
-        return self._returned(0)
-
-    @cached_property
-    def gradients(self) -> list[fx.Node]:
-        return self._returned(1)
-
-    def _returned(self, direction: int) -> list[fx.Node]:
-        found = partitioners._extract_fwd_bwd_outputs(self.module, num_fwd_outputs=self.num_outputs)
-        return [node for node in found[direction] if isinstance(node, fx.Node)]
+    def __post_init__(self) -> None:
+        nodes = self.module.graph.nodes
+        self.order = {node: position for position, node in enumerate(nodes)}
+        self.calls = [node for node in nodes if node.op == "call_function"]
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.primals = [node for node in self.inputs if not is_tangent(node)]
+        self.tangents = [node for node in self.inputs if is_tangent(node)]
+        # The device whose memory is planned: the accelerator if an input is on one, else the CPU.
+        self.device = main_device(tensors_in([node.meta.get("val") for node in self.inputs]))
+        # Outputs of the forward include values that it writes into its inputs.
+        returned = partitioners._extract_fwd_bwd_outputs(self.module, num_fwd_outputs=self.num_outputs)
+        self.outputs, self.gradients = ([node for node in returned[i] if isinstance(node, fx.Node)] for i in (0, 1))
+        # Maps each node to a dict from its tensors' storages to bytes. A view has the same storage as its base.
+        self.allocations = {node: _storages(node.meta.get("val")) for node in nodes}
+        # Inputs of the graph that the forward writes into, such as running statistics.
+        writes = (node for node in self.calls if node.target is torch.ops.aten.copy_.default)
+        self.overwritten = {node.args[0] for node in writes if isinstance(node.args[0], fx.Node)}
 
     @cached_property
     def forward(self) -> list[fx.Node]:
@@ -87,36 +87,16 @@ class JointGraph:
 
     @cached_property
     def _before_gradients(self) -> list[fx.Node]:
-        after: set[fx.Node] = {node for node in self.inputs if is_tangent(node)}
-        for node in self._calls:
+        after = set(self.tangents)
+        for node in self.calls:
             if not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
-        return [node for node in self._calls if node not in after]
+        return [node for node in self.calls if node not in after]
 
     @cached_property
     def backward(self) -> list[fx.Node]:
         forward = set(self.forward)
-        return [node for node in self._calls if node not in forward]
-
-    @cached_property
-    def _calls(self) -> list[fx.Node]:
-        return [node for node in self.module.graph.nodes if node.op == "call_function"]
-
-    @cached_property
-    def inputs(self) -> list[fx.Node]:
-        return self.module.graph.find_nodes(op="placeholder")
-
-    @cached_property
-    def primals(self) -> list[fx.Node]:
-        return [node for node in self.inputs if not is_tangent(node)]
-
-    @cached_property
-    def tangents(self) -> list[fx.Node]:
-        return [node for node in self.inputs if is_tangent(node)]
-
-    @cached_property
-    def order(self) -> dict[fx.Node, int]:
-        return {node: position for position, node in enumerate(self.module.graph.nodes)}
+        return [node for node in self.calls if node not in forward]
 
     def in_run_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Sort `nodes` into the order in which they run: a node of `early` runs right after the last of its inputs."""
@@ -124,11 +104,6 @@ class JointGraph:
         for node in self.early:
             when[node] = max((when[each] for each in node.all_input_nodes if each in when), default=0)
         return sorted(nodes, key=lambda node: (when[node], self.order[node]))
-
-    @cached_property
-    def allocations(self) -> dict[fx.Node, dict[int, int]]:
-        """Maps each node to a dict from its tensors' storages to bytes. A view has the same storage as its base."""
-        return {node: _storages(node.meta.get("val")) for node in self.module.graph.nodes}
 
     @cached_property
     def root(self) -> dict[fx.Node, fx.Node]:
@@ -153,12 +128,6 @@ class JointGraph:
 
     def bytes_of(self, node: fx.Node) -> int:
         return sum(self.allocations[node].values())
-
-    @cached_property
-    def overwritten(self) -> set[fx.Node]:
-        """Inputs of the graph that the forward writes into, such as running statistics."""
-        writes = (node for node in self._calls if node.target is torch.ops.aten.copy_.default)
-        return {node.args[0] for node in writes if isinstance(node.args[0], fx.Node)}
 
     @cached_property
     def replayable(self) -> set[fx.Node]:

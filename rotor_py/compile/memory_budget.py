@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,8 +16,8 @@ import torch
 from torch import fx
 
 from rotor_profiling import storage_bytes, tensors_in, torch_compat
-from rotor_profiling.isolate import main_device
-from rotor_profiling.step import watch_step
+from rotor_profiling.isolate import Replaced, main_device
+from rotor_profiling.step import StepWatch, watch_step
 from rotor_profiling.torch_compat import CompileContext, TracingContext, compile_context, functorch_config, tracing
 from rotor_py.compile.partitioner import BudgetPartitioner, saving_inputs
 from rotor_py.errors import DescribedWarning, InvalidValueError, record_fields
@@ -33,12 +32,6 @@ _FUSION = 4
 Call = Callable[..., Any]
 
 
-class _GraphStepToken:
-    """Lives as long as a step: until the backward begins, hooks on the outputs hold it, and then autograd's engine."""
-
-    __slots__ = ("__weakref__",)
-
-
 class GraphWatch:
     """Measure the peak memory of one training step of a graph, from this object's creation to the end of the backward.
 
@@ -46,27 +39,26 @@ class GraphWatch:
     not what the caller allocates otherwise between forward and backward.
     """
 
-    def __init__(self, device: torch.device, held_bytes: int) -> None:
+    def __init__(self, watch: StepWatch, held_bytes: int) -> None:
         # The step's peak in bytes; None until the step ends, or if it could not be measured.
         self.peak: int | None = None
         self._held_bytes = held_bytes
-        self._watch = watch_step(device, 0, 0)
+        self._watch = watch
         self._gradients: list[torch.Tensor] = []
-        self._token: weakref.ref[_GraphStepToken] | None = None
+        # A set that lives as long as the step: until the backward begins, hooks hold it, and then autograd's engine.
+        self._token: weakref.ref[set[Any]] | None = None
 
     @property
     def in_flight(self) -> bool:
         return self._token is not None and self._token() is not None
 
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
-        if self._watch is None:
-            return
         trained = [tensor for tensor in outputs if tensor.requires_grad]
         if not trained:
             self._watch.stop()
             return
         self._watch.mark("between")
-        token = _GraphStepToken()
+        token = set[Any]()
         # The step ends when nothing holds the token any more: after the backward, or once the caller drops the outputs.
         weakref.finalize(token, self._over).atexit = False
         self._token = weakref.ref(token)
@@ -75,11 +67,9 @@ class GraphWatch:
             tensor.register_hook(partial(self._gradient_arrived, owned))
 
     def give_up(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+        self._watch.stop()
 
-    def _gradient_arrived(self, owned: list[_GraphStepToken], gradient: torch.Tensor) -> None:
-        assert self._watch is not None
+    def _gradient_arrived(self, owned: list[set[Any]], gradient: torch.Tensor) -> None:
         self._gradients.append(gradient)
         if owned:
             # The watch cannot be stopped inside a backward. This callback has the token as its argument, and autograd
@@ -88,7 +78,6 @@ class GraphWatch:
             self._watch.mark("backward")
 
     def _over(self) -> None:
-        assert self._watch is not None
         phases, gradients = self._watch.stop(), storage_bytes(self._gradients)
         self._gradients.clear()
         if phases is None or "backward" not in phases:
@@ -118,20 +107,17 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
 
         def compiled(partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
             """Compile the graph, now or later, in TorchDynamo's context of now. `narrow`: fuse less into a kernel."""
-            # Import Inductor only here, since the import takes a second.
-            from rotor_profiling.torch_compat import compile_fx
-            from rotor_profiling.torch_compat import inductor_config as config
-
             patches = {**self.config, **(config_patches or {}), "custom_partitioner_fn": partitioner}
             if narrow:
-                patches["max_fusion_size"] = min(_FUSION, patches.get("max_fusion_size", config.max_fusion_size))
+                usual = torch_compat.inductor_config.max_fusion_size
+                patches["max_fusion_size"] = min(_FUSION, patches.get("max_fusion_size", usual))
             with ExitStack() as around:
                 if TracingContext.try_get() is None:
                     around.enter_context(tracing(tracing_now))
                     around.enter_context(compile_context(compiling_now))
                 # Compile the backward now: compiled during a step, it would add to the measured peak.
                 around.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
-                return cast(Call, compile_fx(copy.deepcopy(graph), inputs_, config_patches=patches))
+                return cast(Call, torch_compat.compile_fx(copy.deepcopy(graph), inputs_, config_patches=patches))
 
         return WatchedGraph(compiled, self._partitioner)
 
@@ -154,7 +140,10 @@ class WatchedGraph:
         if self._watch is not None and self._watch.in_flight:
             self._watch.give_up()  # the last forward's backward has not run yet, so the peak would be that of two steps
             return self._call(*arguments)
-        self._watch = GraphWatch(main_device(tensors_in(arguments)), storage_bytes(tensors_in(arguments)))
+        step = watch_step(main_device(tensors_in(arguments)), 0, 0)
+        if step is None:
+            return self._call(*arguments)
+        self._watch = GraphWatch(step, storage_bytes(tensors_in(arguments)))
         try:
             made = self._call(*arguments)
         except BaseException:
@@ -225,11 +214,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     def __enter__(self) -> memory_budget:
         self._tokens.append(_current.set(self))
-        _count_block(1)
+        _replaced.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _count_block(-1)
+        _replaced.__exit__()
         _current.reset(self._tokens.pop())
         if kind is None and not self.compiled:
             said = f"call torch.compile inside memory_budget({self.limit!r}): it does not affect models compiled before"
@@ -237,9 +226,8 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     def bound(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Add this budget to `settings` of `torch.compile`. Raises ValueError for a backend that cannot use it."""
-        from rotor_profiling.torch_compat import dynamo_registry as registry
-
         self.compiled += 1
+        registry = torch_compat.dynamo_registry
         default = getattr(registry, "get_default_backend", lambda: "inductor")  # torch 2.11 lacks this function
         backend = settings.get("backend") or default()
         if backend != "inductor":
@@ -259,19 +247,17 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         return {**settings, "backend": watched, "mode": None, "options": None}
 
     def _bound_backend(self, backend: Any) -> Any:
-        from rotor_profiling.torch_compat import AotAutograd, boxed_nop, lookup_backend
-
         partition = BudgetPartitioner(self.limit)
         if backend == "aot_eager":  # not an AotAutograd, but a function that makes one for every graph
-            return AotAutograd(
-                fw_compiler=boxed_nop,
-                bw_compiler=boxed_nop,
+            return torch_compat.AotAutograd(
+                fw_compiler=torch_compat.boxed_nop,
+                bw_compiler=torch_compat.boxed_nop,
                 partition_fn=partition,
                 keep_inference_input_mutations=True,
             )
-        found = lookup_backend(backend) if isinstance(backend, str) else backend
-        if isinstance(found, AotAutograd):
-            return AotAutograd(**{**found.kwargs, "partition_fn": partition})
+        found = torch_compat.lookup_backend(backend) if isinstance(backend, str) else backend
+        if isinstance(found, torch_compat.AotAutograd):
+            return torch_compat.AotAutograd(**{**found.kwargs, "partition_fn": partition})
         message = (
             "use the backend inductor, aot_eager or one of torch._dynamo.backends.common.aot_autograd: a memory budget "
             f"needs a backend that partitions graphs with AOTAutograd, and {backend!r} does not"
@@ -282,23 +268,12 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 _current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)
 
 
-_blocks = 0  # number of `memory_budget` blocks open in all threads; while it is not 0, `torch.compile` is replaced
-_lock = threading.Lock()
-_plain_compile: Any = torch.compile
-
-
 def _compile(model: Any = None, **settings: Any) -> Any:
     budget = _current.get()  # None if this thread is in no `memory_budget` block
     if budget is not None and not settings.get("disable"):
         settings = budget.bound(settings)
-    return _plain_compile(model, **settings)
+    ((_, _, plain),) = _replaced.originals
+    return plain(model, **settings)
 
 
-def _count_block(change: int) -> None:
-    global _blocks, _plain_compile
-    with _lock:
-        if _blocks == 0:
-            _plain_compile, torch.compile = torch.compile, _compile
-        _blocks += change
-        if _blocks == 0:
-            torch.compile = _plain_compile
+_replaced = Replaced(lambda: [(torch, "compile", _compile)])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import (
     OrderedSet,
     graph_compile,
@@ -40,11 +41,6 @@ class Partition:
     forward: tuple[fx.Node, ...]
     saved: frozenset[fx.Node]
     backward: tuple[Run, ...]
-
-    @property
-    def replayed(self) -> list[fx.Node]:
-        own = set(self.forward)
-        return [run.node for run in self.backward if run.node in own]
 
 
 @dataclass
@@ -276,10 +272,9 @@ class GraphCosts:
     def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
         if not fused:
             return cls(joint, operator_costs(joint), loss=loss)
-        from rotor_profiling.torch_compat import inductor_config as config
-
         mkldnn = torch.backends.mkldnn  # where oneDNN is available, Inductor chooses the layouts of images on the CPU
-        inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
+        optimized = torch_compat.inductor_config.layout_optimization
+        inductor = bool(optimized and mkldnn.enabled and mkldnn.is_available())
         return cls(joint, fused_costs(joint, operator_costs(joint, inductor=inductor)), estimated, loss)
 
 
@@ -300,12 +295,12 @@ def weigh(costs: GraphCosts, partition: Partition) -> Weight:
     ends = [last.get(node, node) for node in joint.gradients]
     curve = _live_bytes(costs, list(partition.backward), ends, held, kept)
     ran = (*partition.forward, *(run.node for run in partition.backward))
-    roots = {joint.root.get(node, node) for node in partition.saved}
+    roots, own = {joint.root.get(node, node) for node in partition.saved}, set(partition.forward)
     return Weight(
         max(*forward, curve[0] + costs.loss, *curve),
         sum(block.size for block in kept.values()),
         sum(operators[n].seconds for n in ran) + sum(operators[n].keeping for n in roots if n in operators),
-        sum(operators[node].seconds for node in partition.replayed),
+        sum(operators[run.node].seconds for run in partition.backward if run.node in own),
         tuple(curve[1:]),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import (
     CompileContext,
     CustomGraphPass,
@@ -181,9 +182,7 @@ _SEEN = "user_visible_output_idxs"
 
 def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return Inductor's `options` with `SavedInputs` as last graph pass, so that saved inputs keep their layouts."""
-    from rotor_profiling.torch_compat import inductor_config as config
-
-    passes = options.get(_PASSES, getattr(config, _PASSES))
+    passes = options.get(_PASSES, getattr(torch_compat.inductor_config, _PASSES))
     if passes is None:
         return {**options, _PASSES: SavedInputs()}
     others = passes if isinstance(passes, list | tuple) else [passes]

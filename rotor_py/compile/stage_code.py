@@ -186,41 +186,33 @@ def _compile(
     from torch.compiler import config as compiler_config
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from rotor_profiling.torch_compat import (
-        FakeTensorMode,
-        TracingContext,
-        compile_fx,
-        disable_current_modes,
-        functorch_config,
-        tracing,
-    )
     from rotor_py.compile.partitioner import saving_inputs
 
     # Give the fake mode a ShapeEnv: without one, Inductor does not use its cache on disk.
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = torch_compat.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake = [
         mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(flag)
         for tensor, flag in zip(examples, flags, strict=True)
     ]
-    with torch.no_grad(), disable_current_modes(), mode:
+    with torch.no_grad(), torch_compat.disable_current_modes(), mode:
         function.note_outputs(*fake)
-    context = TracingContext(mode)
+    context = torch_compat.TracingContext(mode)
     tag = getattr(compiler_config, "cache_key_tag", None)  # torch 2.5 has none
     tags = {} if tag is None else {"cache_key_tag": f"{tag} {torch.backends.cpu.get_cpu_capability()}"}
     with (
-        disable_current_modes(),  # dispatch modes that observe the stage's first run must not see the tracing
-        tracing(context),
+        torch_compat.disable_current_modes(),  # modes that observe the stage's first run must not see the tracing
+        torch_compat.tracing(context),
         torch.enable_grad(),
         # `donated_buffer`: Rule 4. Compile the backward now, not in the first training step. Disable AOTAutograd's
         # cache: its key is the graph of `as_graph`, one call for every stage, so stages would get other stages' code.
         # Leave Inductor's cache on: its key is the traced operators. It lacks the width of the processor's vectors, and
         # code made for narrower ones, as under another ATEN_CPU_CAPABILITY, writes past the ends of its buffers.
-        functorch_config.patch(
+        torch_compat.functorch_config.patch(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
-        compiler_config.patch(**tags),
+        compiler_config.patch(**tags),  # type: ignore[attr-defined]  # torch adds it when imported
     ):
-        call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
+        call = torch_compat.compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
     # PyTorch reads None as "some saved tensors are donated", and would raise an error when a retained graph runs again.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
@@ -237,8 +229,6 @@ def config_of(given: Compile) -> Config | None:
     if not (given is True or isinstance(given, str | Mapping)):
         message = f"compile must be a bool, a mode of torch.compile, or a dict of Inductor's options, got {given!r}"
         raise InvalidTypeError(message, kind="unknown_value", name="compile")
-    from rotor_profiling.torch_compat import inductor_config  # imported late, since most plans do not need Inductor
-
     mode = given if isinstance(given, str) else None
     options = dict(given) if isinstance(given, Mapping) else None
     what = f"compile={given!r}"
@@ -246,9 +236,10 @@ def config_of(given: Compile) -> Config | None:
         found: dict[str, Any] = torch_compat.TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
         raise InvalidValueError(f"{what}: {error}", kind="unknown_value", name="compile") from error
-    if "triton.cudagraphs" not in found and inductor_config.triton.cudagraphs:
+    usual = torch_compat.inductor_config.triton.cudagraphs
+    if "triton.cudagraphs" not in found and usual:
         what = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
-    if found.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
+    if found.get("triton.cudagraphs", usual):
         message = (
             'take the mode "max-autotune-no-cudagraphs", or the default: '
             f"{what} records CUDA graphs, which permanently hold memory that a plan has to reuse"

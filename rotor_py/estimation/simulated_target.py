@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rotor_profiling import torch_compat
-from rotor_profiling.backends import Storages, using
-from rotor_profiling.followed_storages import LiveBytes, OperatorBytes, no_scratch
+from rotor_profiling.backends import Prediction, Storages, using
+from rotor_profiling.followed_storages import LiveBytes, OperatorBytes
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
@@ -104,33 +104,15 @@ class PredictedMeter:
             self.mark("")  # ends the last phase
 
 
-_FAKE = Storages(1, fake=True)
-
-
 @dataclass(frozen=True, slots=True)
-class PredictedDevice:
-    """A simulated device of type `kind`, such as "cuda". Libraries use `workspace_bytes` of its free `memory_bytes`.
+class PredictedDevice(Prediction):
+    """A simulated device. `seconds` and `scratch` predict seconds and scratch bytes of an operator.
 
-    It is one of `count` equal devices that train one model together. `host_bandwidth` is the bytes per second of copies
-    to or from the host, with both directions busy. `seconds` and `scratch` predict seconds and scratch bytes of an
-    operator. Inside the context `operators`, PyTorch runs the operators of such a device. All tensors are fake, on the
-    CPU.
+    All tensors are fake, on the CPU.
     """
 
-    kind: str
-    memory_bytes: int
     seconds: OperatorSeconds
-    scratch: OperatorBytes = no_scratch
-    workspace_bytes: int = 0
-    storages: Storages = _FAKE
-    name: str = "a device that is not here"
-    count: int = 1
-    host_bandwidth: float = 1e9
-    operators: Callable[[], AbstractContextManager[object]] = nullcontext
-
-    @property
-    def all_names(self) -> str:
-        return self.name if self.count == 1 else f"{self.count} × {self.name}"
+    scratch: OperatorBytes = lambda *_: 0
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:
         return PredictedMeter(LiveBytes({device.type}, self.kind, self.scratch))

@@ -11,10 +11,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -26,19 +24,7 @@ from rotor_py.errors import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.in_place import InPlaceForward, is_planned
 from rotor_py.plan.planned_model import plan_of
 from rotor_py.plan.step_spec import ForwardArguments
-from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autocast
-
-
-@dataclass(frozen=True, slots=True)
-class FirstStep:
-    """Facts about a program's first training step, collected until right before its `optimizer.step()`."""
-
-    network: Checkpointable  # the model, measured and, if a plan fits, planned
-    sample: ForwardArguments  # arguments with which the program called the model
-    autocast: tuple[Autocast, ...]  # autocast state of each device type around that call
-    optimizer: torch.optim.Optimizer | None  # optimizer that trains the model; None if unknown
-    own_loss: bool  # whether the model returned a loss: a tensor without dimensions that requires a gradient
-    others: tuple[nn.Module, ...]  # other called models that an optimizer trains; they have no plan
+from rotor_py.stage.forward_state import autocast_now, restored_autocast
 
 
 class NoTrainingStepError(UnsupportedModelError):
@@ -76,7 +62,7 @@ class FirstTrainingStep:
         # Validate the arguments before the program runs.
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)
         self._limited, self._closely = limited, closely
-        self._planned: FollowedModel | None = None
+        self._planned: FirstStep | None = None
         self._plain: dict[nn.Module, int] = {}  # number of trained elements of each called model without a plan
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []  # optimizers of other models that have stepped
@@ -154,7 +140,7 @@ class FirstTrainingStep:
         planned.returned(output, ForwardArguments(args, kwargs))
         return output
 
-    def _plan(self, module: nn.Module, sample: ForwardArguments, size: int) -> FollowedModel | None:
+    def _plan(self, module: nn.Module, sample: ForwardArguments, size: int) -> FirstStep | None:
         """Plan `module`, and end the plan of another model, if any. Return None if `module` cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
             name = type(module).__name__
@@ -176,7 +162,7 @@ class FirstTrainingStep:
         if self._planned is not None:
             self._planned.forward.take_away()
             self._plain[self._planned.model] = self._planned.size
-        self._planned = FollowedModel(network, sample, size, optimizer, closely=self._closely)
+        self._planned = FirstStep(network, sample, size, optimizer, closely=self._closely)
         try:
             network.compute_sequence()
         except InfeasibleError:
@@ -211,23 +197,22 @@ class FirstTrainingStep:
         assert self._planned is not None
         planned = self._planned
         planned.make_room_for_forwards()
-        others = tuple(each for each in self._plain if is_trained(each))
-        optimizer = optimizer or planned.optimizer
-        step = FirstStep(planned.network, planned.sample, planned.autocast, optimizer, planned.own_loss, others)
+        planned.others = tuple(each for each in self._plain if is_trained(each))
+        planned.optimizer = optimizer or planned.optimizer
         try:
-            self._found(step)
+            self._found(planned)
         except BaseException as error:
             self._ended = error
             raise
         self._stop()
 
 
-class _ForwardInFlight:
-    """A forward whose backward has not begun. Only gradient hooks in its graph refer to it: it is freed with them."""
+class FirstStep:
+    """A model that is planned in place, and facts about its first training step until right before `optimizer.step()`.
 
-
-class FollowedModel:
-    """The model of `network`, planned in place. `size`: number of trained elements; `optimizer`: None if unknown."""
+    `network`: the model, measured and, if a plan fits, planned. `sample`: arguments with which the program called it.
+    `size`: number of trained elements. `optimizer`: trains the model; None if unknown.
+    """
 
     def __init__(
         self,
@@ -240,10 +225,11 @@ class FollowedModel:
     ) -> None:
         self.network, self.model, self.sample, self.size = network, network.model, sample, size
         self.optimizer, self._closely = optimizer, closely
-        self.autocast = autocast_now([network.device])
+        self.autocast = autocast_now([network.device])  # autocast state of each device type around the call
         self.forward = InPlaceForward(network)
-        self.went_back = self.own_loss = False
-        self._in_flight: WeakSet[_ForwardInFlight] = WeakSet()
+        self.went_back = False
+        self.own_loss = False  # whether the model returned a loss: a tensor without dimensions that requires a gradient
+        self.others: tuple[nn.Module, ...] = ()  # other called models that an optimizer trains; they have no plan
         self._most_in_flight = 1
 
     def measure(self, sample: ForwardArguments) -> None:
@@ -270,15 +256,12 @@ class FollowedModel:
         self.sample = sample
         tensors = [each for each in tensors_in(output) if each.requires_grad]
         self.own_loss = any(each.dim() == 0 for each in tensors)
-        forward = _ForwardInFlight()
-        self._in_flight.add(forward)
-        self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
+        self._most_in_flight = max(self._most_in_flight, plan_of(self.network).most_in_flight)
         for tensor in tensors:
-            tensor.register_hook(partial(self._gradient_came, forward))
+            tensor.register_hook(self._gradient_came)
 
-    def _gradient_came(self, forward: _ForwardInFlight, gradient: torch.Tensor) -> None:
+    def _gradient_came(self, gradient: torch.Tensor) -> None:
         self.went_back = True
-        self._in_flight.discard(forward)
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

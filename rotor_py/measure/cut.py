@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, memory_meter, storage_bytes, storages, tensors_in
-from rotor_profiling.attributes import makers, making
+from rotor_profiling.attributes import made_by, making
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import RandomState, trained_parameters
 from rotor_profiling.stage.gradients import enter_graph
@@ -193,7 +193,7 @@ def _run(
             wait_for(output)
             return output
 
-    made, start = makers(module), drawn_so_far()
+    made, start = made_by(module, attributes=True), drawn_so_far()
 
     output = None
     with suppress(RuntimeError), torch.no_grad():
@@ -207,7 +207,7 @@ def _run(
         # The next run makes nothing: if it draws less, the first drew to make something, and so must the first step.
         with suppress(RuntimeError), torch.no_grad():
             run(value)
-        making.update(new if drawn[-1] != drawn[0] else ())
+        making.update(each[0] for each in (new if drawn[-1] != drawn[0] else ()))
     if not (outputs := tensors_in(output)):
         text = f"let layer {name!r} return a tensor: it returned none, so no gradient would reach it"
         raise UnsupportedModelError(text, kind="no_tensor", name=name)

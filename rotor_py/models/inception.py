@@ -24,114 +24,77 @@ def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int
     return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(outplanes, eps=0.001), relu=nn.ReLU(inplace=True)))
 
 
-# The branches of a block run in torchvision's order: the backward adds their gradients of the block's input in reverse
-# order, and another order would round differently.
+Kernel = tuple[int, int]
+# A branch: for each of its steps, the number of channels and the kernel, or two kernels of convolutions side by side
+Branch = list[tuple[int, Kernel] | tuple[int, Kernel, Kernel]]
+_POINT, _THREE, _FIVE, _ROW, _COLUMN = (1, 1), (3, 3), (5, 5), (1, 7), (7, 1)
 
 
-class InceptionA(nn.Module):
-    """Four branches: a 1 x 1 convolution, a 5 x 5 convolution, two 3 x 3 convolutions, and an average pooling."""
+class Branches(nn.Module):
+    """Concatenates what branches of convolutions make of one input, and a last branch, which is a pooling.
 
-    def __init__(self, inplanes: int, pool_features: int) -> None:
+    If `pooled` is the number of channels of the pooling's branch, maps keep their size. If it is None, the last
+    convolutions of all branches and the pooling halve height and width.
+    """
+
+    def __init__(self, inplanes: int, pooled: int | None, **branches: Branch) -> None:
         super().__init__()
-        self.branch1x1 = convolution(inplanes, 64, 1)
-        self.branch5x5_1 = convolution(inplanes, 48, 1)
-        self.branch5x5_2 = convolution(48, 64, 5, padding=2)
-        self.branch3x3dbl_1 = convolution(inplanes, 64, 1)
-        self.branch3x3dbl_2 = convolution(64, 96, 3, padding=1)
-        self.branch3x3dbl_3 = convolution(96, 96, 3, padding=1)
-        self.branch_pool = convolution(inplanes, pool_features, 1)
+        self.names: list[list[list[str]]] = []  # for each step of each branch, the names of its convolutions
+        for branch, steps in branches.items():
+            channels = inplanes
+            self.names.append([])
+            for number, (width, *kernels) in enumerate(steps, start=1):
+                name = branch if len(steps) == 1 else f"{branch}_{number}"
+                names = [name] if len(kernels) == 1 else [f"{name}a", f"{name}b"]
+                halved = pooled is None and number == len(steps)
+                for each, (rows, columns) in zip(names, kernels, strict=True):
+                    options = {"stride": 2} if halved else {"padding": (rows // 2, columns // 2)}
+                    self.add_module(each, convolution(channels, width, (rows, columns), **options))
+                self.names[-1].append(names)
+                channels = width
+        self.branch_pool = None if pooled is None else convolution(inplanes, pooled, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        one, single = self.branch1x1(x), self.branch5x5_2(self.branch5x5_1(x))
-        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat([one, single, double, self.branch_pool(_average(x))], 1)
+        # In torchvision's order: the backward adds the branches' gradients of the input in reverse order, and another
+        # order would round differently.
+        made: list[Tensor] = []
+        for steps in self.names:
+            found = [x]
+            for names in steps:
+                found = [getattr(self, name)(found[0]) for name in names]
+            made += found
+        if self.branch_pool is None:
+            return torch.cat([*made, F.max_pool2d(x, 3, stride=2)], 1)
+        return torch.cat([*made, self.branch_pool(F.avg_pool2d(x, 3, stride=1, padding=1))], 1)
 
 
-class InceptionB(nn.Module):
-    """Halves height and width of the maps, by branches of 3 x 3 convolutions and a pooling."""
-
-    def __init__(self, inplanes: int) -> None:
-        super().__init__()
-        self.branch3x3 = convolution(inplanes, 384, 3, stride=2)
-        self.branch3x3dbl_1 = convolution(inplanes, 64, 1)
-        self.branch3x3dbl_2 = convolution(64, 96, 3, padding=1)
-        self.branch3x3dbl_3 = convolution(96, 96, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        single, double = self.branch3x3(x), self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat([single, double, F.max_pool2d(x, 3, stride=2)], 1)
+def inception_a(inplanes: int, pooled: int) -> Branches:
+    five: Branch = [(48, _POINT), (64, _FIVE)]
+    three: Branch = [(64, _POINT), (96, _THREE), (96, _THREE)]
+    return Branches(inplanes, pooled, branch1x1=[(64, _POINT)], branch5x5=five, branch3x3dbl=three)
 
 
-class InceptionC(nn.Module):
-    """Four branches: a 1 x 1 convolution, one and two 7 x 7 convolutions as 1 x 7 and 7 x 1, and an average pooling."""
-
-    def __init__(self, inplanes: int, width: int) -> None:
-        super().__init__()
-        row: dict[str, Any] = {"kernel_size": (1, 7), "padding": (0, 3)}
-        column: dict[str, Any] = {"kernel_size": (7, 1), "padding": (3, 0)}
-        self.branch1x1 = convolution(inplanes, 192, 1)
-        self.branch7x7_1 = convolution(inplanes, width, 1)
-        self.branch7x7_2 = convolution(width, width, **row)
-        self.branch7x7_3 = convolution(width, 192, **column)
-        self.branch7x7dbl_1 = convolution(inplanes, width, 1)
-        self.branch7x7dbl_2 = convolution(width, width, **column)
-        self.branch7x7dbl_3 = convolution(width, width, **row)
-        self.branch7x7dbl_4 = convolution(width, width, **column)
-        self.branch7x7dbl_5 = convolution(width, 192, **row)
-        self.branch_pool = convolution(inplanes, 192, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one = self.branch1x1(x)
-        single = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
-        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
-        double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
-        return torch.cat([one, single, double, self.branch_pool(_average(x))], 1)
+def inception_b(inplanes: int) -> Branches:
+    return Branches(inplanes, None, branch3x3=[(384, _THREE)], branch3x3dbl=[(64, _POINT), (96, _THREE), (96, _THREE)])
 
 
-class InceptionD(nn.Module):
-    """Halves height and width of the maps, by branches of 3 x 3 and 7 x 7 convolutions and a pooling."""
-
-    def __init__(self, inplanes: int) -> None:
-        super().__init__()
-        self.branch3x3_1 = convolution(inplanes, 192, 1)
-        self.branch3x3_2 = convolution(192, 320, 3, stride=2)
-        self.branch7x7x3_1 = convolution(inplanes, 192, 1)
-        self.branch7x7x3_2 = convolution(192, 192, (1, 7), padding=(0, 3))
-        self.branch7x7x3_3 = convolution(192, 192, (7, 1), padding=(3, 0))
-        self.branch7x7x3_4 = convolution(192, 192, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        three = self.branch3x3_2(self.branch3x3_1(x))
-        seven = self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x)))
-        return torch.cat([three, self.branch7x7x3_4(seven), F.max_pool2d(x, 3, stride=2)], 1)
+def inception_c(inplanes: int, width: int) -> Branches:
+    """A block with 7 x 7 convolutions as pairs of 1 x 7 and 7 x 1."""
+    single: Branch = [(width, _POINT), (width, _ROW), (192, _COLUMN)]
+    double: Branch = [(width, _POINT), (width, _COLUMN), (width, _ROW), (width, _COLUMN), (192, _ROW)]
+    return Branches(inplanes, 192, branch1x1=[(192, _POINT)], branch7x7=single, branch7x7dbl=double)
 
 
-class InceptionE(nn.Module):
-    """Four branches; the two with 3 x 3 convolutions end in a 1 x 3 and a 3 x 1 convolution side by side."""
-
-    def __init__(self, inplanes: int) -> None:
-        super().__init__()
-        self.branch1x1 = convolution(inplanes, 320, 1)
-        self.branch3x3_1 = convolution(inplanes, 384, 1)
-        self.branch3x3_2a = convolution(384, 384, (1, 3), padding=(0, 1))
-        self.branch3x3_2b = convolution(384, 384, (3, 1), padding=(1, 0))
-        self.branch3x3dbl_1 = convolution(inplanes, 448, 1)
-        self.branch3x3dbl_2 = convolution(448, 384, 3, padding=1)
-        self.branch3x3dbl_3a = convolution(384, 384, (1, 3), padding=(0, 1))
-        self.branch3x3dbl_3b = convolution(384, 384, (3, 1), padding=(1, 0))
-        self.branch_pool = convolution(inplanes, 192, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one = self.branch1x1(x)
-        single = self.branch3x3_1(x)
-        singles = [self.branch3x3_2a(single), self.branch3x3_2b(single)]
-        double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
-        doubles = [self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double)]
-        return torch.cat([one, *singles, *doubles, self.branch_pool(_average(x))], 1)
+def inception_d(inplanes: int) -> Branches:
+    seven: Branch = [(192, _POINT), (192, _ROW), (192, _COLUMN), (192, _THREE)]
+    return Branches(inplanes, None, branch3x3=[(192, _POINT), (320, _THREE)], branch7x7x3=seven)
 
 
-def _average(x: Tensor) -> Tensor:
-    return F.avg_pool2d(x, 3, stride=1, padding=1)
+def inception_e(inplanes: int) -> Branches:
+    """A block in which 1 x 3 and 3 x 1 convolutions end two branches side by side."""
+    single: Branch = [(384, _POINT), (384, (1, 3), (3, 1))]
+    double: Branch = [(448, _POINT), (384, _THREE), (384, (1, 3), (3, 1))]
+    return Branches(inplanes, 192, branch1x1=[(320, _POINT)], branch3x3=single, branch3x3dbl=double)
 
 
 class FromImageNet(nn.Module):
@@ -177,17 +140,17 @@ class Inception3(NamedChain):
         self.Conv2d_3b_1x1 = convolution(64, 80, 1)
         self.Conv2d_4a_3x3 = convolution(80, 192, 3)
         self.maxpool2 = nn.MaxPool2d(3, stride=2)
-        self.Mixed_5b = InceptionA(192, pool_features=32)
-        self.Mixed_5c = InceptionA(256, pool_features=64)
-        self.Mixed_5d = InceptionA(288, pool_features=64)
-        self.Mixed_6a = InceptionB(288)
-        self.Mixed_6b = InceptionC(768, width=128)
-        self.Mixed_6c = InceptionC(768, width=160)
-        self.Mixed_6d = InceptionC(768, width=160)
-        self.Mixed_6e = InceptionC(768, width=192)
-        self.Mixed_7a = InceptionD(768)
-        self.Mixed_7b = InceptionE(1280)
-        self.Mixed_7c = InceptionE(2048)
+        self.Mixed_5b = inception_a(192, pooled=32)
+        self.Mixed_5c = inception_a(256, pooled=64)
+        self.Mixed_5d = inception_a(288, pooled=64)
+        self.Mixed_6a = inception_b(288)
+        self.Mixed_6b = inception_c(768, width=128)
+        self.Mixed_6c = inception_c(768, width=160)
+        self.Mixed_6d = inception_c(768, width=160)
+        self.Mixed_6e = inception_c(768, width=192)
+        self.Mixed_7a = inception_d(768)
+        self.Mixed_7b = inception_e(1280)
+        self.Mixed_7c = inception_e(2048)
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.dropout = nn.Dropout(dropout)
         self.flatten = nn.Flatten()

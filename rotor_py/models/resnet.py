@@ -24,26 +24,12 @@ Norm = Callable[[int], nn.Module]
 
 
 class ResidualBlock(nn.Module):
-    """`relu(branch(x) + shortcut(x))`, where the shortcut is the identity or `downsample`."""
+    """`relu(branch(x) + shortcut(x))`, where the shortcut is the identity or `downsample`.
 
-    relu: nn.ReLU
-    downsample: nn.Module | None
-    last_norm: str
-    """Name of the normalisation at the end of the branch."""
+    The branch is `convolutions`, each with a normalisation, and a ReLU between two.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.branch(x)
-        out += x if self.downsample is None else self.downsample(x)
-        return self.relu(out)  # type: ignore[no-any-return]  # calling a module returns Any
-
-    def branch(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class BasicBlock(ResidualBlock):
-    """A block of two 3 x 3 convolutions. Raises ValueError for groups, width or dilation, as torchvision does."""
-
-    expansion, last_norm = 1, "bn2"
+    convolutions: Callable[..., list[nn.Conv2d]]
 
     def __init__(
         self,
@@ -57,59 +43,56 @@ class BasicBlock(ResidualBlock):
         norm_layer: Norm | None = None,
     ) -> None:
         super().__init__()
+        self.count = 0
+        for conv in self.convolutions(inplanes, planes, stride, groups, base_width, dilation):
+            self.count += 1
+            self.add_module(f"conv{self.count}", conv)
+            self.add_module(f"bn{self.count}", (norm_layer or nn.BatchNorm2d)(conv.out_channels))
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for number in range(1, self.count + 1):
+            conv, norm = getattr(self, f"conv{number}"), getattr(self, f"bn{number}")
+            out = norm(conv(out if number == 1 else self.relu(out)))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)  # type: ignore[no-any-return]  # calling a module returns Any
+
+
+class BasicBlock(ResidualBlock):
+    """A block of two 3 x 3 convolutions. Raises ValueError for groups, width or dilation, as torchvision does."""
+
+    expansion = 1
+
+    def convolutions(
+        self, inplanes: int, planes: int, stride: int, groups: int, base_width: int, dilation: int
+    ) -> list[nn.Conv2d]:
         if (groups, base_width, dilation) != (1, 64, 1):
             message = (
                 f"a basic block has groups=1, width_per_group=64 and no dilation, but got groups={groups}, "
                 f"width_per_group={base_width} and dilation={dilation}; use a network of bottlenecks, such as resnet50"
             )
             raise InvalidValueError(message, kind="not_a_basic_block")
-        norm = norm_layer or nn.BatchNorm2d
-        self.conv1 = nn.Conv2d(inplanes, planes, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = norm(planes)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
-        self.bn2 = norm(planes)
-        self.downsample = downsample
-
-    def branch(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        return self.bn2(self.conv2(out))  # type: ignore[no-any-return]  # calling a module returns Any
+        first = nn.Conv2d(inplanes, planes, 3, stride=stride, padding=1, bias=False)
+        return [first, nn.Conv2d(planes, planes, 3, padding=1, bias=False)]
 
 
 class Bottleneck(ResidualBlock):
     """A block of three convolutions: 1 x 1 to fewer channels, 3 x 3, and 1 x 1 to more channels."""
 
-    expansion, last_norm = 4, "bn3"
+    expansion = 4
 
-    def __init__(
-        self,
-        inplanes: int,
-        planes: int,
-        stride: int = 1,
-        downsample: nn.Module | None = None,
-        groups: int = 1,
-        base_width: int = 64,
-        dilation: int = 1,
-        norm_layer: Norm | None = None,
-    ) -> None:
-        super().__init__()
-        norm = norm_layer or nn.BatchNorm2d
+    def convolutions(
+        self, inplanes: int, planes: int, stride: int, groups: int, base_width: int, dilation: int
+    ) -> list[nn.Conv2d]:
         width = planes * base_width // 64 * groups
-        self.conv1 = nn.Conv2d(inplanes, width, 1, bias=False)
-        self.bn1 = norm(width)
-        self.conv2 = nn.Conv2d(
-            width, width, 3, stride=stride, padding=dilation, dilation=dilation, groups=groups, bias=False
-        )
-        self.bn2 = norm(width)
-        self.conv3 = nn.Conv2d(width, planes * self.expansion, 1, bias=False)
-        self.bn3 = norm(planes * self.expansion)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = downsample
-
-    def branch(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        return self.bn3(self.conv3(out))  # type: ignore[no-any-return]  # calling a module returns Any
+        how: dict[str, Any] = {"stride": stride, "padding": dilation, "dilation": dilation, "groups": groups}
+        return [
+            nn.Conv2d(inplanes, width, 1, bias=False),
+            nn.Conv2d(width, width, 3, bias=False, **how),
+            nn.Conv2d(width, planes * self.expansion, 1, bias=False),
+        ]
 
 
 class ResNet(NamedChain):
@@ -165,7 +148,7 @@ class ResNet(NamedChain):
         self.initialise_convolutions()
         for module in self.modules() if zero_init_residual else ():
             if isinstance(module, ResidualBlock):
-                scale = getattr(module, module.last_norm).weight
+                scale = getattr(module, f"bn{module.count}").weight
                 if isinstance(scale, nn.Parameter):
                     nn.init.zeros_(scale)
 

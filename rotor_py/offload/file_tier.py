@@ -168,7 +168,7 @@ class Copy:
     """One copy, made by `run`, which releases the GIL. Holds `keeps`, the storage, until the copy is over."""
 
     def __init__(self, run: Callable[[], None], keeps: Any) -> None:
-        self._run: Callable[[], None] | None = run
+        self._run = run
         self._keeps = keeps
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -198,10 +198,8 @@ class Copy:
             self._keeps = None
 
     def do(self) -> None:
-        run, self._run = self._run, None
-        assert run is not None
         try:
-            run()
+            self._run()
         except BaseException as error:  # `wait` raises it in the training thread
             self._error = error.with_traceback(None)
         self._over.set()
@@ -210,28 +208,22 @@ class Copy:
 
 
 class CopyingThread:
-    """Runs copies in the order in which they are started, in a thread of its own, from the first copy to `end`."""
+    """Runs copies in the order in which they are started, in a thread of its own, until `end`."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        # Give the thread only the queue, so that a waiting thread does not keep this object alive.
+        self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
 
     def start(self, copy: Copy) -> None:
-        with self._starting:
-            if self._thread is None:
-                # Give the thread only the queue, so that a waiting thread does not keep this object alive.
-                self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
-                self._thread.start()
         self._queue.put(copy)
 
     def end(self) -> None:
-        thread, self._thread = self._thread, None
         self._queue.put(None)
         # The garbage collector may call this in any thread, even in the copying thread, which cannot join itself.
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
 
 def _work(queue: SimpleQueue[Copy | None]) -> None:

@@ -151,10 +151,6 @@ class PinnedBuffer:
     asked: int = 0  # bytes of the current request, rounded up
     used: Any = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
 
 class PinnedBuffers:
     """A pool of pinned buffers, which are reused because pinning takes as long as many copies.
@@ -174,8 +170,8 @@ class PinnedBuffers:
         size = max(_LEAST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             most_asked = max(self._most_asked, self._asked + size)
-            place = bisect_left(self._free, size, key=attrgetter("nbytes"))
-            if place < len(self._free) and self._free[place].nbytes <= _WASTE * size:
+            place = bisect_left(self._free, size, key=attrgetter("memory.nbytes"))
+            if place < len(self._free) and self._free[place].memory.nbytes <= _WASTE * size:
                 buffer = self._free.pop(place)
             else:
                 self._let_go(_WASTE * most_asked - size)
@@ -183,15 +179,15 @@ class PinnedBuffers:
                 self.pinned_bytes += size
             buffer.asked = size
             self._asked, self._most_asked = self._asked + size, most_asked
-            self.taken_bytes += buffer.nbytes
+            self.taken_bytes += buffer.memory.nbytes
             return buffer
 
     def give_back(self, buffer: PinnedBuffer, used: Any) -> None:
         with self._lock:
             self._asked -= buffer.asked
-            self.taken_bytes -= buffer.nbytes
+            self.taken_bytes -= buffer.memory.nbytes
             buffer.used = used
-            insort(self._free, buffer, key=attrgetter("nbytes"))
+            insort(self._free, buffer, key=attrgetter("memory.nbytes"))
 
     def clear(self) -> None:
         with self._lock:
@@ -201,7 +197,7 @@ class PinnedBuffers:
         """Release free buffers, largest first, until all buffers take at most `most` bytes or none is free."""
         before = len(self._free)
         while self._free and self.pinned_bytes > most:
-            self.pinned_bytes -= self._free.pop().nbytes
+            self.pinned_bytes -= self._free.pop().memory.nbytes
         # PyTorch caches freed pinned memory. From torch 2.10 on, it can be made to release it.
         empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
         if len(self._free) < before and empty is not None and torch.cuda.is_initialized():

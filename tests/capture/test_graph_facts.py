@@ -414,9 +414,9 @@ def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) ->
     keeping = {node: 0 if node.op == "get_attr" else node.meta["example_value"].nbytes for node in own}
     choices = (set(each) for n in range(len(own) + 1) for each in itertools.combinations(own, n))
     least = min(sum(map(keeping.__getitem__, kept)) + price(kept) for kept in choices)
-    found = least_cut(values, keeping, again)
-    assert sum(map(keeping.__getitem__, found.kept)) + price(set(found.kept)) == least
-    assert sum(again[node] for node in found.recomputed) == price(set(found.kept))
+    kept, recomputed = least_cut(values, keeping, again)
+    assert sum(map(keeping.__getitem__, kept)) + price(set(kept)) == least
+    assert sum(again[node] for node in recomputed) == price(set(kept))
 
 
 @settings(max_examples=40, deadline=None)
@@ -434,7 +434,7 @@ def test_what_is_made_again_beside_writes_has_the_same_bits(data: st.DataObject)
     own = [node for node, root in values.roots.items() if root is node]
     again = {node: 0 for node in own if is_cheap(node) and node not in values.stale}
     keeping = {node: 1 + (3 * number + seed) % 7 for number, node in enumerate(own)}
-    part = SavedPart.of_cut(body, values, least_cut(values, keeping, again).kept)
+    part = SavedPart.of_cut(body, values, least_cut(values, keeping, again)[0])
     graph = part.instrumented(body, body.graph)
 
     def forward(x: torch.Tensor) -> Any:
@@ -471,7 +471,7 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
 
 
 def part_of(nbytes: int, price: int) -> PricedCut:
-    return PricedCut(selective_recompute.ValueCut(), nbytes, price)
+    return PricedCut(nbytes, price)
 
 
 POINTS = st.lists(st.builds(part_of, st.integers(1, 99), st.integers(1, 99)), max_size=9)

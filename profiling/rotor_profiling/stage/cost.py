@@ -50,14 +50,14 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    activation_bytes: int
-    saved_bytes: int
-    forward_temp_bytes: int
-    nograd_temp_bytes: int
-    backward_temp_bytes: int
-    replay_temp_bytes: int
-    input_released_bytes: int
-    output_released_bytes: int
+    activation_bytes: int = 0
+    saved_bytes: int = 0
+    forward_temp_bytes: int = 0
+    nograd_temp_bytes: int = 0
+    backward_temp_bytes: int = 0
+    replay_temp_bytes: int = 0
+    input_released_bytes: int = 0
+    output_released_bytes: int = 0
     # For each input tensor, the bytes of its gradient's storage; if the gradient is a view, these exceed its own bytes
     gradient_storage_bytes: tuple[int, ...] = ()
     # Indices of parameters whose gradients are views, as in linear layers: autograd cannot add to these in place
@@ -109,12 +109,9 @@ def measure_ways(
         after_replay = bytes_like(parameters) + max(steps) if steps else 0
     ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
     # Less activation and saved bytes, which the solver adds to the temporary bytes: both are freed before this step.
-    needs = (after_replay - each.activation_bytes - each.saved_bytes for each in ways)
+    needs = [max(each.replay_temp_bytes, after_replay - each.activation_bytes - each.saved_bytes) for each in ways]
     if after_replay:
-        ways = tuple(
-            replace(way, replay_temp_bytes=max(way.replay_temp_bytes, need))
-            for way, need in zip(ways, needs, strict=True)
-        )
+        ways = tuple(replace(way, replay_temp_bytes=need) for way, need in zip(ways, needs, strict=True))
     return ways, rounds[-1][1]
 
 
@@ -144,7 +141,7 @@ def _measure_once(
             with memory_meter(context.device) as other:
                 _run_in_graph(runner, value, parameters, replace(context, silent_held=True), other, None)
             held = max(0, _backward_peak(other.phases) - _backward_peak(meter.phases))
-        shown.append((meter.phases, held, *found))
+        shown.append((meter.phases, replace(found, held_backward_bytes=held)))
     # Recompute last, so that the output of this run is not in memory while the modes are measured.
     with memory_meter(context.device) as meter:
         meter.mark("again")
@@ -162,9 +159,13 @@ def _measure_once(
     shown_rise = shown[0][0]["forward"].rise if leaves_tensors(runners[0].function) else 0
     nograd_temp = max(0, max(rise, shown_rise, meter.phases["again"].rise) - activation)
     apart = carried_bytes + saved_left
-    ways = tuple(_bytes_of(*each, activation, apart, silent_bytes, nograd_temp, context) for each in shown)
-    ways = tuple(replace(way, left_bytes=sum(left.values())) for way in ways)
-    return ways, None if watch is None else StageRun(tuple(seconds))
+    ways = []
+    for phases, found in shown:
+        known = replace(
+            found, activation_bytes=activation, nograd_temp_bytes=nograd_temp, left_bytes=sum(left.values())
+        )
+        ways.append(_bytes_of(phases, known, apart, silent_bytes, context))
+    return tuple(ways), None if watch is None else StageRun(tuple(seconds))
 
 
 def _backward_peak(phases: Mapping[str, Phase]) -> int:
@@ -172,19 +173,9 @@ def _backward_peak(phases: Mapping[str, Phase]) -> int:
 
 
 def _bytes_of(
-    phases: Mapping[str, Phase],
-    held: int,
-    gradients: tuple[int, ...],
-    views: tuple[int, ...],
-    input_freed: int,
-    output_freed: int,
-    activation: int,
-    apart: int,
-    silent_bytes: int,
-    nograd_temp: int,
-    context: StageContext,
+    phases: Mapping[str, Phase], known: StageBytes, apart: int, silent_bytes: int, context: StageContext
 ) -> StageBytes:
-    """Return bytes that suffice for both runs of a mode: in the graph of a whole step, and in a graph of its own."""
+    """Complete `known` by bytes that suffice for both runs of a mode: in the graph of a whole step, and in its own."""
     forward, attach, release = phases["forward"], phases["attach"], phases["release output"]
     # Peaks count from the bytes at the end of the forward, although the output may be freed before the backward.
     training = _backward_peak(phases) or forward.end
@@ -193,20 +184,16 @@ def _bytes_of(
     dropped = min(silent_bytes, max(0, -phases["dropping"].kept)) if "dropping" in phases else silent_bytes
     saved = max(0, max(forward.kept, attach.kept) - apart - dropped)
     # Bytes of the gradients of the output and of the input, which the solver adds to the temporary bytes below.
-    both = activation + context.input_bytes
-    return StageBytes(
-        activation_bytes=activation,
+    both = known.activation_bytes + context.input_bytes
+    freed = max(0, known.output_released_bytes - release.kept)
+    return replace(
+        known,
         saved_bytes=saved,
         forward_temp_bytes=max(forward.rise, attach.rise) - saved,
-        nograd_temp_bytes=nograd_temp,
         backward_temp_bytes=max(-context.input_bytes, training - forward.end + dropped - both),
         replay_temp_bytes=max(-context.input_bytes, own + dropped - both),
-        input_released_bytes=input_freed,
-        output_released_bytes=min(max(0, output_freed - release.kept), activation, saved),
-        gradient_storage_bytes=gradients,
-        view_gradients=views,
+        output_released_bytes=min(freed, known.activation_bytes, saved),
         droppable_bytes=dropped,
-        held_backward_bytes=held,
     )
 
 
@@ -278,12 +265,11 @@ def _run_in_graph(
 
 def _run_with_own_graph(
     runner: Runner, value: Any, context: StageContext, meter: MemoryMeter, surroundings: Any
-) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+) -> StageBytes:
     """Run with a graph of its own, as in a recomputation. Phases: "attach", "gradient", "release output", "replay".
 
-    Returns the bytes of the storage of each input tensor's gradient; the indices of parameters whose gradients are
-    views; the bytes of input tensors to which neither graph nor output refers; and the bytes of input tensors to which
-    the output refers, but not the graph.
+    Returns what is not seen in the phases: facts about gradients, and the bytes of input tensors to which neither graph
+    nor output refers (`input_released_bytes`), or only the output (`output_released_bytes`).
     """
     # Addresses of storages in `value` that `context.input_bytes` excludes, such as those of carried tensors.
     owned = frozenset(() if storage_bytes(tensors_in(value)) == context.input_bytes else context.owned)
@@ -314,8 +300,13 @@ def _run_with_own_graph(
             input_freed += size
         elif second == alone:
             output_freed += size
-    # Report no bytes as freed if inputs are views of larger storages: their sizes then differ from `input_bytes`.
-    return gradient_bytes, views, input_freed if sum(sizes) == context.input_bytes else 0, output_freed
+    return StageBytes(
+        # Report no bytes as freed if inputs are views of larger storages: their sizes then differ from `input_bytes`.
+        input_released_bytes=input_freed if sum(sizes) == context.input_bytes else 0,
+        output_released_bytes=output_freed,
+        gradient_storage_bytes=gradient_bytes,
+        view_gradients=views,
+    )
 
 
 def _uses(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -89,7 +89,8 @@ def time_ways(
     `again`, also times an autograd node, made by `as_node`. If `as_node` is None, times the node's two runs, a forward
     without a graph and a recomputation, and adds the first mode's backward seconds to those of the recomputation.
     """
-    origin, output, laps = torch.empty(0, requires_grad=True), None, _Laps(watch)
+    # Laps alternate: one to prepare a run, and one of the run.
+    origin, output, lap = torch.empty(0, requires_grad=True), None, watch.lap
 
     def enter() -> Any:
         for parameter in parameters:
@@ -99,21 +100,21 @@ def time_ways(
         drop_made(registered)
         return enter_graph(origin, value)
 
-    def forward(run: Callable[[Any], Any], name: str) -> list[Any]:
+    def forward(run: Callable[[Any], Any]) -> list[Any]:
         entered = enter()
-        laps.end()
+        lap()
         output = run(entered)
-        laps.end(name)
+        lap()
         return [output]
 
-    def backward(outputs: list[Any], name: str) -> None:
+    def backward(outputs: list[Any]) -> None:
         # Only the engine refers to the output's gradients, as in training, so it may add to them in place.
-        source = scalar_after(outputs.pop(), context.silent, context.arriving, made=lambda _: laps.end())
+        source = scalar_after(outputs.pop(), context.silent, context.arriving, made=lambda _: lap())
         if source is None:
-            laps.end()
+            lap()
         else:
             source.backward(torch.ones_like(source))
-        laps.end(name)
+        lap()
 
     with (
         isolated(runners[0].function, context.device) as parameters,
@@ -125,51 +126,34 @@ def time_ways(
             runner.make_ready()
         watch.start()
         for runner in runners:
-            made = forward(runner.forward, "forward")
+            made = forward(runner.forward)
             if hand_on and runner is runners[0]:
                 output = leaves_of(made[0])
-            backward(made, "backward")
+            backward(made)
             if again and runner is runners[0]:
                 if as_node is not None:
-                    backward(forward(as_node(runner), "first"), "again")
+                    backward(forward(as_node(runner)))
                 else:
-                    _run_apart(runner, value, enter, laps)
-        seconds = laps.stop()
-    ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
+                    _run_apart(runner, value, enter, lap)
+        seconds = watch.stop()[1::2]
+    pairs = list(zip(seconds[::2], seconds[1::2], strict=True))
     if not again:
-        return StageRun(ways), output
-    (first,), (second,) = seconds["first"], seconds["again"]
-    return StageRun(ways, (first, second if as_node is not None else second + ways[0][1])), output
+        return StageRun(tuple(pairs)), output
+    first, second = pairs.pop(1)
+    return StageRun(tuple(pairs), (first, second if as_node is not None else second + pairs[0][1])), output
 
 
-def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps) -> None:
+def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], lap: Callable[[], None]) -> None:
     """Run the forward and the recomputation that an autograd node of the stage runs, but no backward."""
     enter()
-    laps.end()
+    lap()
     with torch.no_grad():
         output, surroundings = runner.first(value)
-    laps.end("first")
+    lap()
     del output
-    laps.end()
+    lap()
     # Free the output in this lap, since the time that this takes depends on whether the output was computed.
     attached, output = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
     del output
-    laps.end("again")
+    lap()
     del attached
-
-
-class _Laps:
-    """Stopwatch with named laps: `stop` maps each name to the seconds of its laps."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch, self._names = watch, list[str]()
-
-    def end(self, name: str = "") -> None:
-        self._watch.lap()
-        self._names.append(name)
-
-    def stop(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
-        for name, seconds in zip(self._names, self._watch.stop(), strict=True):
-            found.setdefault(name, []).append(seconds)
-        return found

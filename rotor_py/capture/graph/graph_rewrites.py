@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -135,28 +135,23 @@ _SETTERS = {"set_default_dtype", "set_float32_matmul_precision", "_set_determini
 def with_whole_settings(graph: fx.Graph) -> None:
     before = [each.get() for each in _SETTINGS]
     region: list[fx.Node] = []
-    changed = closes = False
+    changed = False
     try:
         for node in list(graph.nodes):
+            was = changed
             if node.op == "call_function" and name_of(node) in _SETTERS:
                 function: Any = node.target
-                function(*fx.node.map_arg(node.args, _kernel), **node.kwargs)
-                was, changed = changed, before != [each.get() for each in _SETTINGS]
-                closes = was and not changed
+                # Arguments that are nodes are names of kernels.
+                function(*fx.node.map_arg(node.args, lambda each: cast(Any, each.target)(*each.args)), **node.kwargs)
+                changed = before != [each.get() for each in _SETTINGS]
                 if changed and not was:
-                    region = node.all_input_nodes  # the names of kernels
-            if changed or closes:
+                    region = node.all_input_nodes
+            if changed or was:
                 region.append(node)
-            if closes:
+            if was and not changed:
                 _replace(graph, region)
-                closes = False
     finally:
         _set_all(before)
-
-
-def _kernel(node: fx.Node) -> Any:
-    named: Any = node.target
-    return named(*node.args)
 
 
 def _set_all(values: list[Any]) -> None:

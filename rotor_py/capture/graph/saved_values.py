@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rotor_profiling import torch_compat
-from rotor_profiling.storage import layout_of, local
+from rotor_profiling.storage import layout_of, local, tensors_in
 from rotor_profiling.torch_compat import FakeTensor, FakeTensorMode
 from rotor_py.capture.fsdp_markers import is_mark, passed_through
 from rotor_py.capture.graph.graph_nodes import (
@@ -155,21 +155,20 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
         for node in body.graph.nodes:
             if node.op == "output":
                 break
-            read = {each: list(_tensors(values[each])) for each in node.all_input_nodes}
-            before = [tensor._version for tensors in read.values() for tensor in tensors]
+            read = {each: tensors_in(values[each]) for each in node.all_input_nodes}
+            before = [(tensor, tensor._version) for tensors in read.values() for tensor in tensors]
             with _counter() if kind_of(node) else nullcontext() as count:
                 values[node] = _value_of(body, node, values, given, mode, sizes)
             if count is not None:
                 found.flops[node] = count.get_total_flops()
-            after = [tensor for tensors in read.values() for tensor in tensors]
-            written = [each for each, version in zip(after, before, strict=True) if each._version != version]
+            written = [tensor for tensor, version in before if tensor._version != version]
             if not written and node.op.startswith("call") and overwrites(node):
                 name = str(node.target)
                 raise InvalidTypeError(f"{name} changes a tensor's metadata", kind="metadata_changed", name=name)
             memories.read(node, read)
             memories.write(node, written)
-            memories.make(node, list(_tensors(values[node])))
-            del read, after, written
+            memories.make(node, tensors_in(values[node]))
+            del read, before, written
             # Free each value after the last node that reads it, as in training.
             readers.subtract(node.all_input_nodes)
             for each in (node, *node.all_input_nodes):
@@ -262,7 +261,7 @@ def _value_of(
     if mode is not None and (node.op == "placeholder" or GATHERED in node.meta):
         return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
     found = next(given) if node.op == "placeholder" else owned_by(body, node)
-    for tensor in _tensors(found):
+    for tensor in tensors_in(found):
         _refuse_special(tensor)
     return mode.from_tensor(found) if mode is not None and isinstance(found, torch.Tensor) else found
 
@@ -289,14 +288,6 @@ def _refuse_special(tensor: torch.Tensor) -> None:
     if kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or layout is not torch.strided:
         name = kind.__name__
         raise InvalidTypeError(f"{name} of layout {layout}", kind="unknown_layout", name=name)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,18 +30,13 @@ from rotor_solver.max_flow import Network, reached
 
 
 @dataclass(frozen=True, slots=True)
-class ValueCut:
+class PricedCut:
     """Nodes whose values a part keeps, and nodes that it recomputes. All of these nodes allocate memory."""
 
-    kept: frozenset[fx.Node] = frozenset()
-    recomputed: frozenset[fx.Node] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class PricedCut:
-    cut: ValueCut
     nbytes: int
     price: int
+    kept: frozenset[fx.Node] = frozenset()
+    recomputed: frozenset[fx.Node] = frozenset()
 
 
 def hull_between(
@@ -87,9 +82,12 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
 # recomputed to saved ones. A cut costs the bytes of the values on it, which are kept, and the prices of those behind.
 
 
-def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
-    """Return the cut of least cost, and of equal ones that which recomputes the fewest nodes. `keeping` maps each node
-    to the cost of keeping its value. `again` maps nodes that can be recomputed to the cost of recomputing them.
+def least_cut(
+    values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]
+) -> tuple[frozenset[fx.Node], frozenset[fx.Node]]:
+    """Return the nodes whose values the cut of least cost keeps, and those that it recomputes; of equal cuts, that with
+    the fewest of the latter. `keeping` maps each node to the cost of keeping its value. `again` maps nodes that can be
+    recomputed to the cost of recomputing them.
     """
     # Each node is two vertices, "made" and "kept", joined by an edge with the cost of keeping as its capacity. The edge
     # from the source to "made" has the cost of recomputing. All other edges have infinite capacity.
@@ -108,7 +106,7 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
     # Of all minimum cuts, take the one nearest to the sink "saved", which has the fewest recomputed nodes behind it.
     behind = flow.behind_least_cut()
     made_again = frozenset(node for node in own if (node, "made") in behind)
-    return ValueCut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
+    return frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again
 
 
 def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -156,24 +154,24 @@ def find_saved_parts(
 
     def least(for_bytes: int, for_prices: int, prices_of: Mapping[fx.Node, int] = prices) -> PricedCut:
         costs = {node: for_bytes * nbytes for node, nbytes in keeping.items()}
-        cut = least_cut(values, costs, {node: for_prices * price for node, price in prices_of.items()})
-        return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.recomputed))
+        kept, again = least_cut(values, costs, {node: for_prices * price for node, price in prices_of.items()})
+        return PricedCut(sum(keeping[node] for node in kept), sum(prices[node] for node in again), kept, again)
 
     # `first` keeps few bytes: with cheap operators alone, it recomputes values of prices up to `_FOR_A_BYTE` per byte.
     first = least(_FOR_A_BYTE, 1, {node: prices[node] for node in own if is_cheap(node)})
-    whole = PricedCut(ValueCut(), sum(keeping[node] for node in values.saved), 0)
-    again = PricedCut(ValueCut(), sum(keeping[node] for node in inputs), _price_of_all(values, prices))
+    whole = PricedCut(sum(keeping[node] for node in values.saved), 0)
+    again = PricedCut(sum(keeping[node] for node in inputs), _price_of_all(values, prices))
     hull = hull_between(whole, again, least, _DEEP)
     parts = sorted({part.nbytes: part for part in (*hull, first)}.values(), key=lambda part: -part.nbytes)
     found: dict[str, SavedPart] = {}
     before = whole
     for part in thinned([whole, *parts, again], first, _WORTHWHILE * whole.nbytes, _MOST):
         # Name a part after the slowest sort of operators among those that it recomputes, and the part before does not.
-        kinds = {kind_of(node) for node in part.cut.recomputed - before.cut.recomputed} - {None}
+        kinds = {kind_of(node) for node in part.recomputed - before.recomputed} - {None}
         most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
-        name = IN_PART if most is None and part.cut == first.cut else f"{IN_PART}, {most or 'arithmetic'} again"
+        name = IN_PART if most is None and part == first else f"{IN_PART}, {most or 'arithmetic'} again"
         names = (name, *(f"{name} {number}" for number in range(2, 9)))
-        found[next(each for each in names if each not in found)] = SavedPart.of_cut(body, values, part.cut.kept)
+        found[next(each for each in names if each not in found)] = SavedPart.of_cut(body, values, part.kept)
         before = part
     return found
 

@@ -92,7 +92,7 @@ def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(monkeypatch
     early = {node for node in saved if joint.allocating(node) in joint.early}
     assert len(early) > 1, "the model shows nothing"
     assert early <= chosen.partition.saved
-    assert not PRODUCTS & {node.target for node in chosen.partition.replayed}
+    assert not PRODUCTS & {run.node.target for run in chosen.partition.backward if run.node in chosen.partition.forward}
     storages = {key: size for node in saved for key, size in joint.allocations[node].items()}
     callers = {key for node in (*joint.primals, *joint.outputs) for key in joint.allocations[node]}
     assert chosen.weight.saved == sum(size for key, size in storages.items() if key not in callers)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import fresh_cache
 
+from rotor_profiling import watch_step
 from rotor_py import memory_budget
 from rotor_py.compile.memory_budget import GraphWatch, WatchedGraph
 from rotor_py.compile.partitioner import BudgetPartitioner
@@ -56,7 +57,7 @@ def test_the_peak_is_that_of_the_graph(more: tuple[int, int], units: int) -> Non
     watches = []
 
     def watched(value: torch.Tensor) -> list[torch.Tensor]:
-        watches.append(GraphWatch(CPU, UNIT))
+        watches.append(GraphWatch(watch_step(CPU, 0, 0), UNIT))
         made = Code.apply(value, more)
         watches[0].forward_returned([made])
         return [made]
@@ -111,14 +112,14 @@ def test_where_nothing_helps_it_is_said_once_the_best_is_kept_and_none_listens_w
     (record,) = logged(caplog, "graph_over_budget", mem_limit=BUDGET)
     assert caplog.records == [record]
     value = torch.ones(2**16, requires_grad=True)
-    watch = GraphWatch(CPU, UNIT)
+    watch = GraphWatch(watch_step(CPU, 0, 0), UNIT)
     (made,) = graph(value)
     watch.forward_returned([made])
     made.backward(torch.ones_like(made))
     del made
     gc.collect()
     assert 0 <= watch.peak - 5 * UNIT < SCALARS
-    watch = GraphWatch(CPU, UNIT)
+    watch = GraphWatch(watch_step(CPU, 0, 0), UNIT)
     made = Code.apply(torch.ones(2**16, requires_grad=True), (0, 0))
     watch.forward_returned([made])
     assert torch.autograd._profiler_enabled()
