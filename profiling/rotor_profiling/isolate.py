@@ -207,8 +207,8 @@ def isolated(
 ) -> Iterator[list[torch.Tensor]]:
     """Give `function` aliases of its parameters and copies of its buffers inside this context.
 
-    Yields the aliases, which get the gradients: hooks of parameters do not run. On exit, also restores the RNG state
-    and attributes, except caches. `watch`: in the first such run, find and restore parameters that are written to.
+    Yields the aliases, which get the gradients: hooks of parameters do not run. On exit, also restores the RNG state,
+    submodules and attributes, except caches. `watch`: in the first such run, find and restore parameters that are written to.
     """
     slots, buffers = _slots(function, "_parameters"), buffer_slots(function)
     tensors = {id(tensor): tensor for _, _, tensor in slots}
@@ -224,6 +224,7 @@ def isolated(
     with undoing() as undo:
         undo.append(RandomState.now((device,)).restore)
         undo.append(partial(drop_made, made_by(function)))
+        undo += [partial(_refill, each._modules, dict(each._modules)) for each in modules_of(function) if each._modules]
         attributes = Attributes(function)
         undo.append(partial(attributes.put_back, caches=False))
         attributes.lend()
@@ -237,6 +238,13 @@ def isolated(
         for key, twin in aliases.items():
             if storages([twin]).keys() != storages([tensors[key]]).keys():  # the forward has assigned to `data`
                 _written[tensors[key]] = None
+
+
+def _refill(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give `table` the entries `before`, in their order: a forward may have replaced or swapped submodules."""
+    if [*table.items()] != [*before.items()]:
+        table.clear()
+        table.update(before)
 
 
 class Buffers:

@@ -132,6 +132,9 @@ def equal(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
         return found is expected
     if not (has_values(found) and has_values(expected)) or found.shape != expected.shape:
         return found.shape == expected.shape and found.dtype == expected.dtype
+    parts = dense_parts(found), dense_parts(expected)
+    if len(parts[0]) > 1:  # a sparse tensor
+        return len(parts[0]) == len(parts[1]) and all(map(equal, *parts))
     if torch.equal(found, expected):
         return True
     nan = found.isnan()

@@ -263,7 +263,7 @@ _Sample = ctypes.c_char * 16  # the bytes that are compared at the beginning, an
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return values that a write to a tensor changes: its version, and if it is plain, its address and some bytes."""
     version = None if tensor.is_inference() else tensor._version
-    if version is None or type(tensor) not in _PLAIN:
+    if version is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return (version,)
     address, size = tensor.data_ptr(), tensor.nbytes
     if not tensor.is_cpu or address == 0 or not tensor.is_contiguous():

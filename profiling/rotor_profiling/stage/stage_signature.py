@@ -84,7 +84,8 @@ def _attribute(value: Any) -> Hashable:
 
 def _plain(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, layout_of(value)
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        return tuple(value.shape), strides, value.dtype, value.device, value.requires_grad, layout_of(value)
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | type):
@@ -123,6 +124,6 @@ def _equal_by_value(value: Any) -> bool:
         return False
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter for a memoryview that can be written to
         return False
     return True
