@@ -12,7 +12,6 @@ import torch
 
 from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
 from rotor_py.measure.budget import Budget, peak_of
-from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Measurement
 from rotor_py.report.sweep import BatchChoice, Sweep, format_share
 from rotor_py.stage.compression import Packed, rounded_stages, word_of
@@ -56,16 +55,10 @@ _NAMED = 3  # largest number of layers that a sentence names
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Says which numbers of a step on simulated `devices` are exact, predicted or assumed.
+    """Says which numbers of a step on simulated `devices` are exact, predicted or assumed."""
 
-    `recurrent` names the layers for which no number is exact, since the device runs other operators for them.
-    """
-
+    facts: ReportFacts
     devices: Devices
-    fixed: FixedMemory
-    batch_bytes: int
-    measurement: Measurement
-    recurrent: tuple[str, ...] = ()
 
     @property
     def device(self) -> Device:
@@ -82,12 +75,13 @@ class Basis:
     def sentences(self) -> tuple[str, ...]:
         """Return sentences: which numbers are exact (for recurrent layers, none), which predicted, which assumed."""
         device, several, amd = self.device, self.devices.count > 1, self.device.vendor == "amd"
+        recurrent = self.facts.recurrent
         found = [
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and the tensors that "
             "stages return and save."
         ]
-        if self.recurrent:
-            first, more = ", ".join(self.recurrent[:_NAMED]), len(self.recurrent) - _NAMED
+        if recurrent:
+            first, more = ", ".join(recurrent[:_NAMED]), len(recurrent) - _NAMED
             found.append(
                 f"Warning: for the recurrent layers ({first}{f' and {more} more' if more > 0 else ''}), no number is "
                 f"exact: they were planned with the CPU's operators, and {'MIOpen' if amd else 'cuDNN'} saves other "
@@ -124,24 +118,33 @@ class Basis:
             return chosen
         return f"{chosen} on CUDA, and that kernels of ROCm (AOTriton, MIOpen) save and need as many bytes as CUDA's"
 
-    def as_data(self, peaks: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
-        """Return exact, predicted and assumed numbers for JSON; each of `seconds` as its shortest and longest time."""
-        fixed = asdict(self.fixed)
+    def as_data(self) -> dict[str, Any]:
+        """Return exact, predicted and assumed numbers for JSON; a time as the shortest and the longest."""
+        facts, fixed = self.facts, asdict(self.facts.budget.fixed)
         exact = ("parameters", "buffers", "gradients", "optimizer")
+        peaks = {
+            "peak_bytes": facts.peak_bytes,
+            "store_all_peak_bytes": facts.store_all_bytes,
+            "min_bytes": facts.budget.least_bytes(),
+        }
+        if (reserved := facts.reserved) is not None:
+            peaks |= {"step_peak_bytes": reserved.step_bytes, "reserved_bytes": reserved.reserved_bytes}
+            peaks["reserved_expandable_bytes"] = reserved.expandable_bytes
         return {
             "device": self.device.name,
             "devices": self.devices.count,
             "compute_capability": list(self.device.compute_capability),
             "exact": {
                 **{f"{name}_bytes": fixed[name] for name in exact},
-                "batch_bytes": self.batch_bytes,
-                "activation_bytes": sum(each.activation_bytes for each in self.measurement.stages),
-                "saved_bytes": sum(each.saved_bytes for each in self.measurement.stages),
-                "inexact_layers": list(self.recurrent),
+                "batch_bytes": fixed["batch"] + facts.measurement.input_bytes,
+                "activation_bytes": sum(each.activation_bytes for each in facts.measurement.stages),
+                "saved_bytes": sum(each.saved_bytes for each in facts.measurement.stages),
+                "inexact_layers": list(facts.recurrent),
             },
-            "predicted": {**peaks, "communication_bytes": self.fixed.communication},
+            "predicted": {**peaks, "communication_bytes": fixed["communication"]},
             "assumed": {
-                **{name: list(self.seconds(value)) for name, value in seconds.items()},
+                "step_seconds": list(self.seconds(facts.step_seconds)),
+                "store_all_step_seconds": list(self.seconds(facts.store_all_seconds)),
                 "rates_of": self.device.rates_of or self.device.name,
                 "efficiencies": asdict(self.device.efficiencies),
                 "attention_kernel": self._kernels,
@@ -239,15 +242,6 @@ class ReportFacts:
             return None
         makespan = self.budget.makespan(self.sequence) / self.budget.forwards
         return makespan / bound - 1 if bound else 0.0
-
-    def quality(self) -> list[tuple[str, str]]:
-        """Pairs of label and text: the gap to the best plan, if known, and the spread of measured times, if large."""
-        gap, spread, found = self.gap, self.measurement.spread, []
-        if gap is not None:  # two decimals would read 0.00% below 5e-5
-            found.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
-        if spread >= NOISY:
-            found.append(("times vary by", format_share(spread)))
-        return found
 
     @property
     def before_chain_seconds(self) -> float:
@@ -349,28 +343,35 @@ class ReportFacts:
     @property
     def basis(self) -> Basis | None:
         """Which numbers of a simulated device are exact, predicted or assumed; None if the numbers are measured."""
-        if self.predicted_for is None:
-            return None
-        fixed = self.budget.fixed
-        batch = fixed.batch + self.measurement.input_bytes
-        return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
+        return None if self.predicted_for is None else Basis(self, self.predicted_for)
 
-    def followed_step(self) -> list[tuple[str, str]]:
-        """Return labels and sizes of a simulated step's peak and of its reserved bytes; [] if no step was simulated."""
-        if self.reserved is None:
-            return []
-        sizes = {"a step": self.reserved.step_bytes, "reserved": self.reserved.reserved_bytes}
-        return [(f"{name} (predicted)", format_bytes(size)) for name, size in sizes.items()]
-
-    def times(self) -> list[tuple[str, str]]:
-        """Return labels and times of a planned and a plain step; if predicted: ranges and their basis."""
+    def amounts(self) -> dict[str, list[tuple[str, str]]]:
+        """Return pairs of label and text under the headings "memory" and "time"; predicted times are ranges."""
+        sizes = {
+            "fixed": self.budget.fixed.total,
+            "least possible": self.budget.least_bytes(),
+            "store-all": self.store_all_bytes,
+            "planned": self.peak_bytes,
+        }
+        if self.reserved is not None:
+            sizes |= {"a step (predicted)": self.reserved.step_bytes}
+            sizes |= {"reserved (predicted)": self.reserved.reserved_bytes}
+        memory = [("limit", "none" if self.mem_limit is None else format_bytes(self.mem_limit))]
+        memory += [(name, format_bytes(size)) for name, size in sizes.items()]
         basis = self.basis
         said = format_seconds if basis is None else basis.range
-        found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
-        if basis is None:
-            return found
-        source = basis.device.efficiencies
-        return [*found, ("efficiencies" if source.anchor is None else "fitted to", source.origin)]
+        time = [("store-all", said(self.store_all_seconds)), ("planned", said(self.step_seconds))]
+        time.append(("overhead", f"{self.overhead - 1:+.1%}"))
+        if basis is not None:
+            # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
+            time.reverse()
+            source = basis.device.efficiencies
+            time.append(("efficiencies" if source.anchor is None else "fitted to", source.origin))
+        if (gap := self.gap) is not None:  # two decimals would read 0.00% below 5e-5
+            time.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
+        if self.measurement.spread >= NOISY:
+            time.append(("times vary by", format_share(self.measurement.spread)))
+        return {"memory": memory, "time": time}
 
     def which_forward(self) -> str | None:
         """Say which of the forwards in flight tables and pictures show; None if all forwards follow one sequence."""

@@ -20,7 +20,6 @@ from rotor_py.report import step_pictures as schedule
 from rotor_py.report.curve_pictures import PHONE, SCREEN
 from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
 from rotor_py.report.sweep import Point, Sweep, saving
-from rotor_py.units import format_bytes
 from rotor_solver import Persistent, Sequence, frontier, store_all
 from rotor_solver.watching import watcher
 
@@ -130,7 +129,7 @@ def page(
         begin=begin,
         rest=rest,
         remarks=(*facts.remarks(), *remarks),
-        amounts=_amounts(facts),
+        amounts=facts.amounts(),
         parts=facts.budget.fixed.in_words() or "nothing",
         **_pictures(facts, sweep, SCREEN, math.inf),
         phone=_pictures(facts, sweep, PHONE, PHONE),
@@ -159,23 +158,6 @@ def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dic
         "memory": schedule.memory_picture(facts, room, most),
         "schedule": schedule.schedule_picture(facts, most),
     }
-
-
-def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
-    found = [
-        ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
-        ("planned peak", format_bytes(facts.peak_bytes)),
-        *facts.followed_step(),
-        ("fixed part", format_bytes(facts.budget.fixed.total)),
-        ("least possible", format_bytes(facts.budget.least_bytes())),
-        ("storing everything", format_bytes(facts.store_all_bytes)),
-    ]
-    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
-    names = {"planned": "planned step", "store-all": "plain step"}
-    times = [(names.get(name, name), said) for name, said in facts.times()]
-    # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
-    found += [overhead, *times] if facts.basis else [*times, overhead]
-    return [*found, *facts.quality()]
 
 
 @dataclass(frozen=True, slots=True)

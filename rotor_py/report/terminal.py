@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
-from rotor_py.units import format_bytes
 from rotor_solver import Backward, Loss, Operation
 
 # Matches the spaces at which a line may break: not those between a number and its unit, nor no-break spaces.
@@ -91,20 +90,8 @@ def parts(facts: ReportFacts) -> list[RenderableType]:
 
 def _amounts(facts: ReportFacts) -> Table:
     table = Table.grid(padding=(0, 2))
-    memory = (
-        ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
-        ("fixed", format_bytes(facts.budget.fixed.total)),
-        ("least possible", format_bytes(facts.budget.least_bytes())),
-        ("store-all", format_bytes(facts.store_all_bytes)),
-        ("planned", format_bytes(facts.peak_bytes)),
-        *facts.followed_step(),
-    )
-    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
-    # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
-    time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
-    time += facts.quality()
-    table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
-    table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
+    for heading, pairs in facts.amounts().items():
+        table.add_row(Text(heading, style="bold"), Prose(_pairs(pairs)))
     table.add_row(Text("fixed", style="bold"), Prose(facts.budget.fixed.in_words() or "nothing"))
     return table
 
