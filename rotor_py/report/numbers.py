@@ -228,7 +228,11 @@ class ReportFacts:
     @property
     def overhead(self) -> float:
         """Ratio of the planned step's seconds to those of storing everything: 1.1 is 10 % more time."""
-        return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
+        return self.overhead_of(self.sequence)
+
+    def overhead_of(self, sequence: Sequence) -> float:
+        """Return the ratio of a step's seconds by `sequence` to those of storing everything."""
+        return self.seconds_of(sequence) / self.store_all_seconds if self.store_all_seconds else 1.0
 
     @property
     def gap(self) -> float | None:

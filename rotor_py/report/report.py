@@ -93,8 +93,8 @@ def _one_by_one(
 
 
 def _point(facts: ReportFacts, name: str, sequence: Sequence) -> Point:
-    seconds, plain = facts.seconds_of(sequence), facts.store_all_seconds
-    return Point(name, facts.budget.peak_bytes(sequence), seconds, seconds / plain if plain else 1.0, sequence)
+    peak, seconds = facts.budget.peak_bytes(sequence), facts.seconds_of(sequence)
+    return Point(name, peak, seconds, facts.overhead_of(sequence), sequence)
 
 
 def _origin(device: str, made: datetime) -> str:
