@@ -144,12 +144,6 @@ def page(
     )
 
 
-def frame(text: str) -> str:
-    """Return an iframe that contains the page `text`: its styles and scripts then do not affect the notebook."""
-    source = escape(text, quote=True)
-    return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
-
-
 def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
     """Return the pictures by name, `room` pixels wide; those with a column per operation or stage up to `most`."""
     return {
@@ -175,7 +169,9 @@ class Report(ReportFacts):
         return plain_text(self)
 
     def _repr_html_(self) -> str:
-        return frame(page(self, self._swept()))
+        # In an iframe, the page's styles and scripts do not affect the notebook.
+        source = escape(page(self, self._swept()), quote=True)
+        return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
 
     def to_html(
         self,

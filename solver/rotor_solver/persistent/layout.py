@@ -319,9 +319,7 @@ class Problem:
         self.chain, self.costs = chain, (costs := costs_of(chain))
         self.stored = store_all(chain).lower_bound or 0.0  # Seconds of storing everything
         self.least = least_memory(costs)
-        options = map(range, costs.first[:-1].tolist(), costs.first[1:].tolist())  # by stage
-        fastest = [min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in options]
-        self.fastest = np.array(fastest, np.int64)
+        self.fastest = costs.first[:-1] + np.array([stage.fastest_option for stage in chain], np.int64)
         # [2, L+1, L+1] bytes, by (state, i, l), from which on the whole interval is stored.
         self.full = full_memory(costs, self.fastest)
         self.kinds = kinds_of(chain)
