@@ -113,7 +113,7 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
             request.schedule,
             fixed=costs.fixed,
             boundaries=costs.boundaries,
-            virtual_stages=request.virtual_stages_or_default,
+            virtual_stages=request.virtual_stages,
             buffers=True,
         )
     except InfeasibleError as error:

@@ -221,12 +221,26 @@ class _Heterogeneous:
             self.first[:length] += 1
             self.kept[:length] = self.taken[:length, None] + self.needs[0]
             self.taken[:length] += costs.taken[0]
-        self.full, self.full_seconds = _full_memory(costs, attached)
+        self._find_full()
         self.least = np.full((length + 2, length + 2), _NOTHING)
         self.least[length, length + 1] = costs.loss_need
         self.least_seconds = np.zeros((length + 2, length + 2))
         for i, stop in _intervals(length):
             self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
+
+    def _find_full(self) -> None:
+        """Find the bytes from which on [i, stop) can store every checkpoint, and its seconds then: [L+2, L+2] each."""
+        costs, length = self.costs, self.length
+        self.full, self.full_seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
+        self.full[length, length + 1] = costs.loss_need
+        for i, stop in _intervals(length):
+            if _may_enable(length, self.attached, i, stop):
+                need, rest, seconds = self.needs[self.state, i, stop], costs.taken[self.state, i], 0.0
+            else:
+                need = max(costs.base[stop - 1] + costs.check_need[i, i + 1], self.needs[0, i, i + 1])
+                rest, seconds = costs.activation[i + 1], costs.split[i + 1] - costs.run[i]
+            self.full[i, stop] = max(need, rest + self.full[i + 1, stop])
+            self.full_seconds[i, stop] = seconds + self.full_seconds[i + 1, stop]
 
     def _least_of(self, i: int, stop: int) -> tuple[int, float]:
         """Return the least m for [i, stop), and the least seconds in it if the parts have their own least, too."""
@@ -366,22 +380,6 @@ def _stage_needs(costs: Costs) -> Ints:
     base = np.concatenate([[0], costs.base])  # by stop; no interval stops at 0
     needs: Ints = np.maximum(base + costs.forward_need[None, :, None], backward - costs.released[:, :, None])
     return needs
-
-
-def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
-    """Return the bytes from which on [i, stop) can store every checkpoint, and its seconds then: [L+2, L+2] each."""
-    length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
-    full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
-    full[length, length + 1] = costs.loss_need
-    for i, stop in _intervals(length):
-        if _may_enable(length, attached, i, stop):
-            full[i, stop] = max(needs[state, i, stop], costs.taken[state, i] + full[i + 1, stop])
-            seconds[i, stop] = seconds[i + 1, stop]
-        else:
-            need = max(costs.base[stop - 1] + costs.check_need[i, i + 1], needs[0, i, i + 1])
-            full[i, stop] = max(need, costs.activation[i + 1] + full[i + 1, stop])
-            seconds[i, stop] = costs.split[i + 1] - costs.run[i] + seconds[i + 1, stop]
-    return full, seconds
 
 
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
