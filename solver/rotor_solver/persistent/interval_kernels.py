@@ -87,25 +87,15 @@ def between_slots(
 
 
 @compiled()
-def descend(
-    flat: np.ndarray,
-    rows: Any,
-    least: Any,
-    full: Any,
-    costs: Any,
-    grid: Any,
-    cut: float,
-    memory: int,
-    blend: float,
-    enough: float,
-) -> tuple[np.ndarray, float]:
+def descend(table: Any, cut: float, memory: int, blend: float, enough: float) -> tuple[np.ndarray, float]:
     """Return the choices of a sequence for `memory` bytes, and how much longer it takes than storing everything.
 
     Memory is counted in exact bytes; the table only tells which choices are fast. A choice is allowed only if each of
     its parts gets its exact least memory, so that the sequence fits if `memory` is at least least[0, 0, L]. Choices are
     coded as in the docstring of this file, in the order in which `operations_of` asks for them. Returns no choices and
-    an infinite time if the sequence takes more than `enough`.
+    an infinite time if the sequence takes more than `enough`. `table` is (flat, rows, least, full, costs, grid).
     """
+    flat, rows, least, full, costs, grid = table
     length = len(grid.band)
     choices = np.empty(4 * length + 16, np.int64)  # doubled below when it is full, as the number of choices is unknown
     # [pending, 4] state, i, l and bytes of pending intervals: at most one for each stage and the loss, as none overlap.

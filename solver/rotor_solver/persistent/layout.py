@@ -89,7 +89,6 @@ class Grid(NamedTuple):
     stop: Ints  # [L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1
     base: Ints  # [L+1] bytes: the least `costs.base` of stages l … stop[l]-1
     tail: int  # Index of the first of the rows that end at the loss; they follow all other rows
-    fastest: Ints  # [L] index of every stage's fastest option among the options of all stages
 
 
 class Rows(NamedTuple):
@@ -160,7 +159,6 @@ def grid_of(
         stop=stop.astype(np.int64),
         base=base,
         tail=tail,
-        fastest=fastest,
     )
 
 
