@@ -172,5 +172,5 @@ class Table:
                 best, found = seconds, choices
         if found is None:
             return None, enough
-        codes = iter(found.tolist())
+        codes = iter(found)
         return Sequence(operations_of(len(self.grid.band), lambda *_: next(codes))), best * self.scale

@@ -60,7 +60,6 @@ class Microbatch:
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
-        simulate(chain, sequence)  # raises ValueError, naming the operation, if the sequence is not valid
         machine = Machine(chain, sequence)
         kept, stored = chain.input_bytes, 0.0
         peaks, seconds = {False: kept, True: 0}, {False: 0.0, True: 0.0}  # by whether the loss has begun
