@@ -101,16 +101,6 @@ class _Imported(ast.NodeTransformer):
     """Replaces code under `if __name__ == "__main__"`, which an import does not run, by `pass`."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        if _is_main_guard(node.test):
+        if ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__"):
             node.body = [ast.Pass()]
         return self.generic_visit(node)
-
-
-def _is_main_guard(test: ast.expr) -> bool:
-    """Whether `test` requires `__name__ == "__main__"`, so that it is false on import."""
-    match test:
-        case ast.BoolOp(op=ast.And(), values=values):
-            return any(map(_is_main_guard, values))
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            return any(isinstance(each, ast.Constant) and each.value == "__main__" for each in (left, right))
-    return False

@@ -79,7 +79,9 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Sim
             marks.append((letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}"))
     return SimpleNamespace(
         width=width,
-        line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points], LEFT + width)),
+        line=f"M{x(points[0].mem_limit):.1f} {TOP}V{y(points[0].overhead):.1f}"
+        + "".join(f"H{x(point.mem_limit):.1f}V{y(point.overhead):.1f}" for point in points[1:])
+        + f"H{LEFT + width:.0f}",
         columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points], LEFT + width)),
         sizes=tuple((x(size), format_bytes(int(size))) for size in sizes),
         shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
@@ -88,12 +90,6 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Sim
         marks=tuple(_placed(marks, [(x(plan.mem_limit), y(plan.overhead))], limit_x, width)),
         legend=legend,
     )
-
-
-def _line(corners: list[tuple[float, float]], end: float) -> Iterator[str]:
-    yield f"M{corners[0][0]:.1f} {TOP}V{corners[0][1]:.1f}"
-    yield from (f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
-    yield f"H{end:.0f}"
 
 
 def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[SimpleNamespace]:

@@ -85,15 +85,11 @@ def parts(facts: ReportFacts) -> list[RenderableType]:
     sequences = [
         Text.assemble((f"{name}  ", "bold"), ", ".join(folded(each))) for name, each in facts.by_forwards().items()
     ]
-    return [verdict, *map(Prose, facts.remarks()), "", _amounts(facts), "", stage_table(facts), "", *sequences]
-
-
-def _amounts(facts: ReportFacts) -> Table:
-    table = Table.grid(padding=(0, 2))
+    amounts = Table.grid(padding=(0, 2))
     for heading, pairs in facts.amounts().items():
-        table.add_row(Text(heading, style="bold"), Prose(_pairs(pairs)))
-    table.add_row(Text("fixed", style="bold"), Prose(facts.budget.fixed.in_words() or "nothing"))
-    return table
+        amounts.add_row(Text(heading, style="bold"), Prose(_pairs(pairs)))
+    amounts.add_row(Text("fixed", style="bold"), Prose(facts.budget.fixed.in_words() or "nothing"))
+    return [verdict, *map(Prose, facts.remarks()), "", amounts, "", stage_table(facts), "", *sequences]
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:

@@ -158,8 +158,17 @@ def compare_at_limit(
 
 
 def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, Algorithm]:
+    found: dict[str, Algorithm] = {}
+    stages = [*names]
+    below: list[str | None] = [None] * len(stages)
+    for level in sorted(set(LEVELS) - {0}):  # level 0 equals "store-all"
+        by_level = ByLevel.of(model, level)
+        units = by_level.units(stages)
+        if units != below:  # this level groups the stages differently from the level below
+            found[f"level {level}"] = by_level
+        below = units
     return {
-        **_levels(model, [*names]),
+        **found,
         EVERY: Periodic(),
         "sqrt": Sqrt(),
         "revolve": Revolve(),
@@ -216,19 +225,6 @@ def named(strategy: str, sequence: Sequence) -> str:
     # Before the loss, the last segment runs with a graph; each of `kept` others has a checkpoint and `distance` stages.
     distance = stored[0] // kept if kept else len(stored)
     return "every layer" if distance == 1 else f"every {distance} layers"
-
-
-def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
-    """Return an algorithm by name for each level that groups the stages `names` differently from the level below."""
-    found: dict[str, Algorithm] = {}
-    below: list[str | None] = [None] * len(names)
-    for level in sorted(set(LEVELS) - {0}):  # level 0 equals "store-all"
-        by_level = ByLevel.of(model, level)
-        units = by_level.units(names)
-        if units != below:
-            found[f"level {level}"] = by_level
-        below = units
-    return found
 
 
 def _compared(facts: ReportFacts, limit: int, strategy: str, sequence: Sequence) -> ComparedStrategy:

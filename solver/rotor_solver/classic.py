@@ -260,16 +260,16 @@ class _Heterogeneous:
         return np.maximum(self.costs.base[stop - 1] + self.costs.check_need[i, j], self.kept[j, stop])
 
     def fill(self, room: int, slots: int) -> None:
-        """Fill `rows`, seconds rows[i][stop - i, m], for slots up to `room` bytes; `beyond` is for more memory."""
+        """Fill `rows`, seconds rows[i][stop - i, m], for all memory that an interval can have in `room`."""
         costs, length = self.costs, self.length
         taken = [*costs.activation[1:], *(costs.taken.flat if self.attached else [])]
         unit = max(1, math.gcd(*map(int, taken)), -(-room // slots))
         while (length + 3) ** 2 // 2 * (room // unit + 1) > _LARGEST_TABLE and unit < room:
             unit *= 2
-        self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
-        self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
         # An operation may free more bytes than it keeps, so a later interval may have more memory than `room`.
-        self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
+        freed = int(np.maximum(0, -costs.taken[self.state]).sum())
+        self.unit, self.offset, self.width = unit, room % unit, room // unit + 1 + -(-freed // unit)
+        self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
         self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
         for row in self.rows:
             row[0] = 0.0
@@ -300,8 +300,6 @@ class _Heterogeneous:
             if enough.max() > low:
                 times[np.arange(low, high) < enough[:, None]] = np.inf
             row[low:high] = np.minimum(row[low:high], times.min(axis=0))
-        if self.end[i, stop] >= self.width:
-            self.beyond[i, stop] = row[-1]
 
     def _shifted(self, i: int, stop: int, taken: int) -> Floats:
         """Return, by slot m, the seconds of [i, stop) in `taken` bytes less than m; zeros for an empty interval."""
@@ -310,7 +308,6 @@ class _Heterogeneous:
         slots = np.arange(self.width) - -(-taken // self.unit)
         values: Floats = self.rows[i][stop - i, np.clip(slots, 0, self.width - 1)]
         values[slots < 0] = np.inf
-        values[slots >= max(self.width, int(self.begin[i, stop]))] = self.beyond[i, stop]
         return values
 
     def _slot_of(self, need: Any) -> Any:
@@ -357,9 +354,7 @@ class _Heterogeneous:
         if memory >= self.full[i, stop]:
             return float(self.full_seconds[i, stop])
         m = (memory - self.offset) // self.unit
-        if m < self.begin[i, stop]:
-            return float(self.least_seconds[i, stop])
-        return float(self.beyond[i, stop] if m >= self.width else self.rows[i][stop - i, m])
+        return float(self.least_seconds[i, stop] if m < self.begin[i, stop] else self.rows[i][stop - i, m])
 
 
 def _intervals(length: int) -> Iterator[tuple[int, int]]:
