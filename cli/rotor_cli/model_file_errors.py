@@ -26,6 +26,7 @@ def optimizer(parameters):             # optional
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
 REQUIRED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
+_NOT_IMPORTED = ("__name__ == '__main__'", "'__main__' == __name__")  # conditions of code that an import does not run
 _DYNAMIC = {"exec", "globals", "setattr", "vars"}  # functions that may define names that the file's text does not show
 
 
@@ -89,18 +90,12 @@ def defined_names(path: str) -> tuple[str, ...] | None:
             or (isinstance(each, ast.Attribute) and ast.unparse(each) == "sys.modules")
             for each in ast.walk(tree)
         )
-        symbols = symtable.symtable(ast.unparse(_Imported().visit(tree)), path, "exec").get_symbols()
+        for each in ast.walk(tree):
+            if isinstance(each, ast.If) and ast.unparse(each.test) in _NOT_IMPORTED:
+                each.body = [ast.Pass()]
+        symbols = symtable.symtable(ast.unparse(tree), path, "exec").get_symbols()
     except (SyntaxError, ValueError):  # the import will raise this error
         return None
     if dynamic or any(each.get_name() == "locals" and each.is_referenced() for each in symbols):
         return None
     return tuple(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
-
-
-class _Imported(ast.NodeTransformer):
-    """Replaces code under `if __name__ == "__main__"`, which an import does not run, by `pass`."""
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        if ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__"):
-            node.body = [ast.Pass()]
-        return self.generic_visit(node)

@@ -128,8 +128,11 @@ class Basis:
             "min_bytes": facts.budget.least_bytes(),
         }
         if (reserved := facts.reserved) is not None:
-            peaks |= {"step_peak_bytes": reserved.step_bytes, "reserved_bytes": reserved.reserved_bytes}
-            peaks["reserved_expandable_bytes"] = reserved.expandable_bytes
+            peaks |= {
+                "step_peak_bytes": reserved.step_bytes,
+                "reserved_bytes": reserved.reserved_bytes,
+                "reserved_expandable_bytes": reserved.expandable_bytes,
+            }
         return {
             "device": self.device.name,
             "devices": self.devices.count,
@@ -357,9 +360,8 @@ class ReportFacts:
             "store-all": self.store_all_bytes,
             "planned": self.peak_bytes,
         }
-        if self.reserved is not None:
-            sizes |= {"a step (predicted)": self.reserved.step_bytes}
-            sizes |= {"reserved (predicted)": self.reserved.reserved_bytes}
+        if (reserved := self.reserved) is not None:
+            sizes |= {"a step (predicted)": reserved.step_bytes, "reserved (predicted)": reserved.reserved_bytes}
         memory = [("limit", "none" if self.mem_limit is None else format_bytes(self.mem_limit))]
         memory += [(name, format_bytes(size)) for name, size in sizes.items()]
         basis = self.basis

@@ -23,15 +23,7 @@ import numpy as np
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import check_fits
 from rotor_solver.in_flight import with_room_at_loss
-from rotor_solver.least_memory import (
-    Costs,
-    Label,
-    costs_of,
-    least_choice,
-    least_kept,
-    least_memory,
-    operations_of,
-)
+from rotor_solver.least_memory import Costs, Label, costs_of, least_choice, least_kept, least_memory, operations_of
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, store_all
 from rotor_solver.sequence import Backward, Loss, Sequence
