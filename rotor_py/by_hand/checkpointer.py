@@ -146,7 +146,15 @@ class ActivationCheckpointer:
         owned = [p for layer in run for p in layer.parameters()]
         value = input
         if run and torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)]):
-            value = self._train(input, run, kept)
+            starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
+            # `Tape` stores the input of every segment but the last, which runs with a graph, since its backward is
+            # first. The output of a layer is the input of the segment that starts after the layer.
+            shared = [start - 1 for start in starts[1:-1]]
+            self._stored_layers -= {*shared}
+            store = ActivationStore(self._half)
+            value = _recomputing(run, "layer", segments_from(starts, len(run))[:-1], input, store)
+            for index in shared:
+                self._store.adopt(index, store, index + 1)
         else:
             for each in run:
                 value = each(value)
@@ -175,18 +183,6 @@ class ActivationCheckpointer:
             found = self._surroundings.get(index)  # None if the caller ran the layer and called `save`
             with found.restored(layers[index], graph=torch.is_grad_enabled()) if found else nullcontext():
                 value = found.run(forward_fn, layers[index], value) if found else forward_fn(layers[index], value)
-        return value
-
-    def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
-        """Run the layers in the caller's autograd graph, so that the backward recomputes them from the checkpoints."""
-        starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # `Tape` stores the input of every segment but the last, which runs with a graph, since its backward is first.
-        shared = [start - 1 for start in starts[1:-1]]
-        self._stored_layers -= {*shared}
-        store = ActivationStore(self._half)
-        value = _recomputing(run, "layer", segments_from(starts, len(run))[:-1], input, store)
-        for index in shared:  # the output of a layer is the input of the segment that starts after the layer
-            self._store.adopt(index, store, index + 1)
         return value
 
 

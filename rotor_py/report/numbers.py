@@ -266,33 +266,31 @@ class ReportFacts:
             found[f"forwards {begin} to {end}" if others else f"forward {begin}"] = first
         return found
 
-    def kinds(self) -> list[str]:
-        """Return for each stage what the forward stores of it: a key of `WORDS`, or "" for nothing."""
-        found, shown = [""] * len(self.chain), self.shown
-        for operation in shown[: shown.index(Loss())]:
-            match operation:
-                case ForwardEnable(stage, option):
-                    found[stage] = kept_kind(self.chain.stages[stage], option)
-                case ForwardCheck(stage):
-                    found[stage] = found[stage] or "input"
-        return found
-
     def actions(self) -> list[str]:
         """Say for each stage what the plan does with it, such as "stored" or "checkpointed, recomputed 1×"."""
-        shown, stages = self.shown, range(len(self.chain))
+        return [action for action, _ in self.actions_and_kinds()]
+
+    def actions_and_kinds(self) -> list[tuple[str, str]]:
+        """Return `actions`, each with what the forward stores of the stage: a key of `WORDS`, or "" for nothing."""
+        shown = self.shown
         runs = Counter(each.stage for each in shown if not isinstance(each, Backward | Loss))
-        kept: dict[int, str] = {}
+        kept: dict[int, tuple[str, str]] = {}
         for operation in shown[: shown.index(Loss())]:  # after the loss, a ForwardEnable is a recomputation
             match operation:
                 case ForwardEnable(stage, option):
                     way = self.chain.stages[stage].options[option]
                     size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
-                    kept[stage] = f"stored {way.name}: {size}" if option else "stored"
+                    said = f"stored {way.name}: {size}" if option else "stored"
+                    kept[stage] = said, kept_kind(self.chain.stages[stage], option)
                 case ForwardCheck(stage):
                     # A stage that is checkpointed, then recomputed and stored before the loss, counts as stored.
-                    kept.setdefault(stage, "checkpointed")
-        again = [f"recomputed {runs[stage] - 1}×" if runs[stage] > 1 else "" for stage in stages]
-        return [", ".join(filter(None, (kept.get(stage), again[stage]))) for stage in stages]
+                    kept.setdefault(stage, ("checkpointed", "input"))
+        found = []
+        for stage in range(len(self.chain)):
+            said, kind = kept.get(stage, ("", ""))
+            again = f"recomputed {runs[stage] - 1}×" if runs[stage] > 1 else ""
+            found.append((", ".join(filter(None, (said, again))), kind))
+        return found
 
     def verdict(self) -> tuple[str, str]:
         """Return a sentence in two parts, the first for highlighting: whether the plan fits, then its peak and cost."""
@@ -436,7 +434,8 @@ class StageRow:
 
 def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
     measured = facts.measurement
-    for name, cost, action, kind in zip(measured.names, measured.stages, facts.actions(), facts.kinds(), strict=True):
+    rows = zip(measured.names, measured.stages, facts.actions_and_kinds(), strict=True)
+    for name, cost, (action, kind) in rows:
         seconds = cost.forward_seconds, cost.backward_seconds
         # A plan may run a stage's forward with and without a graph: show the largest scratch, of these or the backward.
         scratch = max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)

@@ -61,16 +61,12 @@ def _one_by_one(
     """Yield plans with offload for some limits; given an `overhead`, also for those tried to find its least limit."""
     budget, progress = facts.budget, watcher()
     least, most = budget.least_bytes(), facts.store_all_bytes
-
-    def solved(limit: int) -> Sequence:
-        return budget.solve(limit, Persistent(slots))
-
-    known: dict[int, Sequence] = {}
+    solver, known = Persistent(slots), dict[int, Sequence]()
     for number in range(_LIMITS):
         if progress is not None:
             progress(number, _LIMITS, "limits with offload")
         limit = least + number**2 * (most - least) // _LIMITS**2  # denser at small limits, where overheads are large
-        known[limit] = solved(limit)
+        known[limit] = budget.solve(limit, solver)
         yield known[limit]
     if overhead is None:
         return
@@ -84,7 +80,7 @@ def _one_by_one(
     short = max((limit for limit, each in known.items() if limit < enough and not fast(each)), default=least)
     while enough - short > _CLOSE * (most - least):
         middle = (short + enough) // 2
-        sequence = solved(middle)
+        sequence = budget.solve(middle, solver)
         yield sequence
         if fast(sequence):
             enough = min(middle, budget.peak_bytes(sequence))
