@@ -70,11 +70,9 @@ def stage_table(facts: ReportFacts, *, costs_alone: bool = False) -> Table:
 _WIDEST = 100
 
 
-def plain_text(facts: ReportFacts, width: int | None = None) -> str:
-    """Return the report without colours, `width` columns wide: by default as wide as the terminal, at most 100."""
-    file = io.StringIO()
-    if width is None:
-        width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
+def plain_text(facts: ReportFacts) -> str:
+    """Return the report without colours, as wide as the terminal, at most 100 columns."""
+    file, width = io.StringIO(), min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
     Console(file=file, width=width, highlight=False, color_system=None).print(Group(*parts(facts)))
     return file.getvalue().rstrip()
 

@@ -212,7 +212,12 @@ class _Heterogeneous:
     def __init__(self, costs: Costs, attached: bool) -> None:
         self.costs, self.attached, self.state = costs, attached, int(attached)
         self.length = length = len(costs.activation) - 1
-        self.needs = _stage_needs(costs)
+        # [2, L, L+2] bytes that Fe_i and B_i need in [i, stop), by (1 if a_i is part of ā_i, else 0; i; stop)
+        backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
+        backward[0, :, -1] = costs.backward_need[0]
+        base = np.concatenate([[0], costs.base])  # by stop; no interval stops at 0
+        forward = base + costs.forward_need[None, :, None]
+        self.needs: Ints = np.maximum(forward, backward - costs.released[:, :, None])
         # For each checkpoint a_j: `first`, the first stage whose forward follows it; `taken`, the bytes that it takes;
         # and `kept[j, stop]`, with `attached` the bytes that a_j, Fe_j and B_j need in an interval that ends at `stop`.
         self.first, self.taken = np.arange(length + 1), costs.activation.copy()
@@ -365,16 +370,6 @@ def _intervals(length: int) -> Iterator[tuple[int, int]]:
 def _may_enable(length: int, attached: bool, i: int, stop: int) -> bool:
     """Whether [i, stop) may begin with Fe_i: if `attached`, or if nothing but the loss runs between Fe_i and B_i."""
     return attached or stop == i + 1 or (i == length - 1 and stop == length + 1)
-
-
-def _stage_needs(costs: Costs) -> Ints:
-    """Return bytes that Fe_i and B_i need in [i, stop), by (1 if a_i is part of ā_i, else 0; i; stop): [2, L, L+2]."""
-    length = len(costs.activation) - 1
-    backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
-    backward[0, :, -1] = costs.backward_need[0]
-    base = np.concatenate([[0], costs.base])  # by stop; no interval stops at 0
-    needs: Ints = np.maximum(base + costs.forward_need[None, :, None], backward - costs.released[:, :, None])
-    return needs
 
 
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
