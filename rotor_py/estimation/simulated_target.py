@@ -24,7 +24,7 @@ from rotor_profiling.backends import Storages, using
 from rotor_profiling.followed_storages import LiveBytes, OperatorBytes, no_scratch
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
-from rotor_py.data_sheet import Devices, Reservation, workspace_bytes
+from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
 from rotor_py.estimation.caching_allocator import MIN_BLOCK
 from rotor_py.estimation.cuda_autocast import cuda_autocast
@@ -139,6 +139,22 @@ class PredictedDevice:
         return PredictedStopwatch(self.seconds)
 
 
+def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
+    """Return a simulation of `device`, one of `count` equal ones, with seconds by `operator_seconds`."""
+    return PredictedDevice(
+        kind="cuda",
+        name=device.name,
+        count=count,
+        host_bandwidth=_BOTH_WAYS * device.pcie_bandwidth,
+        memory_bytes=device.usable_bytes,
+        seconds=partial(operator_seconds, device),
+        scratch=scratch_bytes,
+        workspace_bytes=workspace_bytes(device),
+        storages=Storages(MIN_BLOCK, fake=True),
+        operators=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
+    )
+
+
 Sharding = Literal["blocks", "whole"]
 
 
@@ -248,21 +264,9 @@ class SimulatedDevices:
     def measuring(self) -> Iterator[None]:
         """Within the context, new tensors are fake, and measuring predicts bytes and seconds on the device."""
         device = self.devices.each
-        on_cpu = device.vendor == "cpu"
-        prediction = PredictedDevice(
-            kind="cuda",
-            name=device.name,
-            count=self.devices.count,
-            host_bandwidth=_BOTH_WAYS * device.pcie_bandwidth,
-            memory_bytes=device.usable_bytes,
-            seconds=partial(operator_seconds, device),
-            scratch=scratch_bytes,
-            workspace_bytes=workspace_bytes(device),
-            storages=Storages(MIN_BLOCK, fake=True),
-            operators=nullcontext if on_cpu else partial(cuda_operators, device.compute_capability),
-        )
+        casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()
         try:
-            with using(prediction), nullcontext() if on_cpu else cuda_autocast(), self._mode:
+            with using(prediction_for(device, self.devices.count)), casting, self._mode:
                 yield
         except (torch_compat.DataDependentOutputException, torch_compat.DynamicOutputShapeException) as error:
             where = "; ".join(getattr(error, "__notes__", ()))
