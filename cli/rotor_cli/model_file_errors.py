@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import symtable
-import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +26,7 @@ def optimizer(parameters):             # optional
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
 REQUIRED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
+_NOT_IMPORTED = ("__name__ == '__main__'", "'__main__' == __name__")  # conditions of code that an import does not run
 _DYNAMIC = {"exec", "globals", "setattr", "vars"}  # functions that may define names that the file's text does not show
 
 
@@ -46,18 +45,6 @@ def split_target(target: str) -> tuple[str, str]:
         hint = f"; did you mean {folder / near[0]}?" if near else ""
         raise usage("no_such_file", location, f"there is no file {location}{hint}")
     return location, name
-
-
-def refuse_missing_module(location: str) -> None:
-    """Raise Failure if Python finds no top-level package of the module `location`; does not import the package."""
-    package = location.partition(".")[0]
-    sys.path.insert(0, "")  # search the current folder too, as `python -m` does
-    try:
-        found = package in sys.modules or (package and importlib.util.find_spec(package) is not None)
-    finally:
-        sys.path.remove("")
-    if not found:
-        raise no_module(location)
 
 
 def no_module(location: str) -> Failure:
@@ -103,28 +90,12 @@ def defined_names(path: str) -> tuple[str, ...] | None:
             or (isinstance(each, ast.Attribute) and ast.unparse(each) == "sys.modules")
             for each in ast.walk(tree)
         )
-        symbols = symtable.symtable(ast.unparse(_Imported().visit(tree)), path, "exec").get_symbols()
+        for each in ast.walk(tree):
+            if isinstance(each, ast.If) and ast.unparse(each.test) in _NOT_IMPORTED:
+                each.body = [ast.Pass()]
+        symbols = symtable.symtable(ast.unparse(tree), path, "exec").get_symbols()
     except (SyntaxError, ValueError):  # the import will raise this error
         return None
     if dynamic or any(each.get_name() == "locals" and each.is_referenced() for each in symbols):
         return None
     return tuple(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
-
-
-class _Imported(ast.NodeTransformer):
-    """Replaces code under `if __name__ == "__main__"`, which an import does not run, by `pass`."""
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        if _is_main_guard(node.test):
-            node.body = [ast.Pass()]
-        return self.generic_visit(node)
-
-
-def _is_main_guard(test: ast.expr) -> bool:
-    """Whether `test` requires `__name__ == "__main__"`, so that it is false on import."""
-    match test:
-        case ast.BoolOp(op=ast.And(), values=values):
-            return any(map(_is_main_guard, values))
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            return any(isinstance(each, ast.Constant) and each.value == "__main__" for each in (left, right))
-    return False

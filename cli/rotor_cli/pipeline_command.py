@@ -25,7 +25,7 @@ from rotor_py.report.progress import Activities, activities
 from rotor_py.report.terminal import Prose, plain_table
 from rotor_py.units import exact_bytes, format_bytes, format_seconds, limit_text
 from rotor_py.validate.verification import default_loss
-from rotor_solver import Chain, InfeasibleError, PipelinePlan, plan_pipeline, watched
+from rotor_solver import InfeasibleError, PipelinePlan, plan_pipeline, store_all, watched
 from rotor_solver.pipeline import EqualCuts, equal_cuts
 
 
@@ -75,12 +75,8 @@ def _facts(request: Request) -> PipelineFacts:
         with watched(shown.doing("solving")):
             plan = _plan(costs, ranks, limits, request)
     equal = equal_cuts(costs.chain, plan, fixed=costs.fixed, boundaries=costs.boundaries, buffers=True)
-    best, stored = next((each for each in equal if each.plan.fits), None), _stored_seconds(costs.chain)
+    best, stored = next((each for each in equal if each.plan.fits), None), store_all(costs.chain).lower_bound or 0.0
     return PipelineFacts(found.name, str(network.device), plan, best, tuple(network.names), stored)
-
-
-def _stored_seconds(chain: Chain) -> float:
-    return sum(min(way.forward_time + way.backward_time for way in stage.options) for stage in chain) + chain.loss_time
 
 
 def _measure(found: ModelFile, request: Request, shown: Activities) -> tuple[Checkpointable, PipelineCosts]:
@@ -117,7 +113,7 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
             request.schedule,
             fixed=costs.fixed,
             boundaries=costs.boundaries,
-            virtual_stages=request.virtual_stages_or_default,
+            virtual_stages=request.virtual_stages,
             buffers=True,
         )
     except InfeasibleError as error:
@@ -171,7 +167,7 @@ def _parts(facts: PipelineFacts) -> Table:
     table = plain_table(*headings, folded=("stages",))
     for part in facts.plan.parts:
         one, first, last = part.microbatch, facts.names[part.begin], facts.names[part.end - 1]
-        stored = _stored_seconds(part.chain)
+        stored = store_all(part.chain).lower_bound
         several = part.end - part.begin > 1
         table.add_row(
             str(part.rank),

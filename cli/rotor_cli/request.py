@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from rotor_cli.failure import about_option, usage
-from rotor_cli.model_file_errors import defines, refuse_file_without, refuse_missing_module, split_target
+from rotor_cli.model_file_errors import defines, refuse_file_without, split_target
 
 HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")  # names of devices of this machine
 
@@ -126,10 +126,6 @@ class Request:
     def microbatches_or_default(self) -> int:
         return 2 * (self.pipeline or 1) if self.microbatches is None else self.microbatches
 
-    @property
-    def virtual_stages_or_default(self) -> int:
-        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
-
 
 # The command checks these rules before it loads the model, which may take minutes. A rule imports torch or numba, which
 # take seconds, only if its option is given.
@@ -150,9 +146,7 @@ def refuse_wrong_use(request: Request) -> None:
         for broken, kind, option, message in rules(request):
             if broken:
                 raise usage(kind, option, message)
-    if not location.endswith(".py"):
-        refuse_missing_module(location)
-    elif not request.as_script:
+    if location.endswith(".py") and not request.as_script:
         refuse_file_without(name, location)
 
 
@@ -189,9 +183,9 @@ def _device(request: Request) -> _Rules:
         simulator = f"--device {device}" if device else other
         message = f"leave out --device {device}, which is not simulated, or --device-memory and --device-file"
         yield HERE.fullmatch(device), _EXCLUDED, "--device", message
-        with about_option("--device"):
-            if device and request.device_file is None:
-                find_devices(device)
+        with about_option("--device" if request.device_file is None else "--device-file"):
+            if device or request.device_file is not None:
+                find_devices(device, request.device_file)
             several = split_count(device)[1] > 1
         refused = {
             "--verify": (request.verify, "trains a step on the device"),
@@ -216,11 +210,6 @@ def _values(request: Request) -> _Rules:
 
         with about_option("--offload"):
             refuse_other_names(request.offload)
-    if request.device_file is not None:
-        from rotor_py.estimation.device_table import tables_in
-
-        with about_option("--device-file"):
-            tables_in(Path(request.device_file))
     message = "give --mem-limit or --max-overhead, not both: each of them chooses the limit"
     yield request.overhead is not None and request.mem_limit is not None, _EXCLUDED, "--max-overhead", message
 
@@ -277,8 +266,9 @@ def _pipeline(request: Request) -> _Rules:
         yield value, _EXCLUDED, option, f"--pipeline is for several processes, {option} for one; leave one of them out"
     from rotor_solver import Schedule
 
+    virtual = request.virtual_stages or (2 if request.schedule == "interleaved" else 1)
     with about_option("--pipeline"):
-        Schedule(request.schedule, request.pipeline, request.microbatches_or_default, request.virtual_stages_or_default)
+        Schedule(request.schedule, request.pipeline, request.microbatches_or_default, virtual)
 
 
 def _batch(request: Request) -> _Rules:

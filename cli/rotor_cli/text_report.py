@@ -95,11 +95,10 @@ def typed(limit: int, peak: int) -> str:
 
 def console(*, stderr: bool = False) -> Console:
     """Return a rich console as wide as the terminal; if output is piped, as wide as $COLUMNS says, or 100 columns."""
-    width = None
-    if not Console(stderr=stderr).is_terminal:
-        columns = os.environ.get("COLUMNS", "")
-        width = int(columns) if columns.isdecimal() and int(columns) else 100
-    return Console(stderr=stderr, highlight=False, width=width)
+    found, columns = Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")  # which rich reads
+    if not found.is_terminal and not (columns.isdecimal() and int(columns)):
+        found.width = 100
+    return found
 
 
 def comparison(rows: tuple[ComparedStrategy, ...]) -> Table:

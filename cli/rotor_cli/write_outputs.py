@@ -109,16 +109,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "strategies": [{"strategy": point.name, **picked(point, keys)} for point in sweep.strategies],
         }
     if facts.basis is not None:
-        peaks = {
-            "peak_bytes": facts.peak_bytes,
-            "store_all_peak_bytes": facts.store_all_bytes,
-            "min_bytes": data["min_bytes"],
-        }
-        if (reserved := facts.reserved) is not None:
-            peaks |= {"step_peak_bytes": reserved.step_bytes, "reserved_bytes": reserved.reserved_bytes}
-            peaks["reserved_expandable_bytes"] = reserved.expandable_bytes
-        seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
-        data["prediction"] = facts.basis.as_data(peaks, seconds)
+        data["prediction"] = facts.basis.as_data()
         # Ranges get a key of their own: "step_seconds" stays one number, the time by which plans were compared.
         for key, value in (("plan", facts.step_seconds), ("store_all", facts.store_all_seconds)):
             data[key]["step_seconds_range"] = list(facts.basis.seconds(value))

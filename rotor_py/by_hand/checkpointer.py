@@ -146,7 +146,15 @@ class ActivationCheckpointer:
         owned = [p for layer in run for p in layer.parameters()]
         value = input
         if run and torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)]):
-            value = self._train(input, run, kept)
+            starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
+            # `Tape` stores the input of every segment but the last, which runs with a graph, since its backward is
+            # first. The output of a layer is the input of the segment that starts after the layer.
+            shared = [start - 1 for start in starts[1:-1]]
+            self._stored_layers -= {*shared}
+            store = ActivationStore(self._half)
+            value = _recomputing(run, "layer", segments_from(starts, len(run))[:-1], input, store)
+            for index in shared:
+                self._store.adopt(index, store, index + 1)
         else:
             for each in run:
                 value = each(value)
@@ -177,20 +185,17 @@ class ActivationCheckpointer:
                 value = found.run(forward_fn, layers[index], value) if found else forward_fn(layers[index], value)
         return value
 
-    def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
-        """Run the layers in the caller's autograd graph, so that the backward recomputes them from the checkpoints."""
-        starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # `Tape` stores the input of every segment but the last, which runs with a graph, since its backward is first.
-        shared = [start - 1 for start in starts[1:-1]]
-        self._stored_layers -= {*shared}
-        store = ActivationStore(self._half)
-        runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
-        enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
-        sequence = recompute_segments(enables, segments[:-1])
-        value = Tape(runners, read_sequence(len(run), sequence), store).forward(input)
-        for index in shared:  # the output of a layer is the input of the segment that starts after the layer
-            self._store.adopt(index, store, index + 1)
-        return value
+
+def _recomputing(
+    modules: Sequence[nn.Module], called: str, again: list[range], value: Any, store: ActivationStore | None = None
+) -> Any:
+    """Return the output of `modules` for `value`. The backward recomputes the segments `again`, with inputs in `store`.
+
+    Errors name a module by `called` and its number.
+    """
+    runners = [StageRunner(module, f"{called} {number}", open=True) for number, module in enumerate(modules)]
+    sequence = recompute_segments(map(ForwardEnable, range(len(runners))), again)
+    return Tape(runners, read_sequence(len(runners), sequence), store).forward(value)
 
 
 @dataclass
@@ -331,17 +336,14 @@ class CheckpointedNetwork(nn.Module):
             for segment in self.segments:
                 x = segment(x)
             return x
-        runners = [StageRunner(segment, f"segment {number}", open=True) for number, segment in enumerate(self.segments)]
-        count = len(runners)
-        enables = map(ForwardEnable, range(count))
-        instructions = read_sequence(count, recompute_segments(enables, segments_from(range(count), count)))
+        count = len(self.segments)
         kept, made = _StorageSizes(), _StorageSizes()
         with ExitStack() as hooks:
             for segment in set(self.segments):
                 hooks.enter_context(segment.register_forward_pre_hook(lambda _, inputs: kept.add(inputs)))
             for module in set(self.segments.modules()) - {self.segments}:
                 hooks.enter_context(module.register_forward_hook(lambda _, inputs, output: made.add(output)))
-            output = Tape(runners, instructions).forward(x)
+            output = _recomputing([*self.segments], "segment", segments_from(range(count), count), x)
         made |= kept
         self.memory_bytes, self.full_memory_bytes = kept.nbytes, made.nbytes
         return output

@@ -38,60 +38,42 @@ MIN_LARGE_ALLOCATION = 10 * 2**20  # `kMinLargeAlloc`: bytes of the least reques
 ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: the size of such a segment is rounded up to a multiple of it
 
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of a segment, linked to the parts before and after it. An unmapped block has addresses but no memory."""
+class Ranges:
+    """Ranges of addresses that do not overlap; a range is merged with those that it touches."""
 
-    address: int
-    size: int
-    pool: Pool
-    allocated: bool = False
-    mapped: bool = True
-    previous: Block | None = None
-    next: Block | None = None
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}  # by the first address
+        self.starts: dict[int, int] = {}  # by the address after the last one
+        self.sorted: list[tuple[int, int]] = []  # (size, first address)
 
-    def split(self, size: int) -> Block:
-        rest = Block(
-            self.address + size, self.size - size, self.pool, mapped=self.mapped, previous=self, next=self.next
-        )
-        if self.next is not None:
-            self.next.previous = rest
-        self.size, self.next = size, rest
-        return rest
+    def add(self, start: int, size: int) -> None:
+        if start + size in self.sizes:
+            size += self.take(start + size)
+        if start in self.starts:
+            start = self.starts[start]
+            size += self.take(start)
+        self.sizes[start], self.starts[start + size] = size, start
+        insort(self.sorted, (size, start))
+
+    def take(self, start: int) -> int:
+        """Remove the range that begins at `start`; return its size."""
+        size = self.sizes.pop(start)
+        del self.starts[start + size], self.sorted[bisect_left(self.sorted, (size, start))]
+        return size
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Pool:
-    """The free blocks of a stream for small or large requests; `free` has (size, address) of mapped ones, sorted."""
+    """Memory of a stream for small or large requests: free blocks, and the `unmapped` rest of expandable segments."""
 
     small: bool
-    free: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)  # free and unmapped blocks by address
+    free: Ranges = field(default_factory=Ranges)
+    unmapped: Ranges = field(default_factory=Ranges)
 
-    def add(self, block: Block) -> None:
-        self.blocks[block.address] = block
-        if block.mapped:
-            insort(self.free, (block.size, block.address))
-
-    def remove(self, block: Block) -> None:
-        del self.blocks[block.address]
-        if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-
-    def merge(self, block: Block, neighbour: Block | None) -> None:
-        """Merge `neighbour` into `block`, which is not in the pool, if `neighbour` is free and mapped as `block` is."""
-        if neighbour is None or neighbour.allocated or neighbour.mapped != block.mapped:
-            return
-        self.remove(neighbour)
-        block.size += neighbour.size
-        if neighbour is block.previous:
-            block.address, block.previous = neighbour.address, neighbour.previous
-            if block.previous is not None:
-                block.previous.next = block
-        else:
-            block.next = neighbour.next
-            if block.next is not None:
-                block.next.previous = block
+    @property
+    def page(self) -> int:
+        """Bytes of a page of an expandable segment, and of another segment unless it is for one large request."""
+        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +153,8 @@ class CachingAllocator:
         self._expandable = expandable
         self._limit = limit
         self._pools: dict[tuple[bool, int], Pool] = {}
-        self._held: dict[Hashable, Block | None] = {}
+        self._held: dict[Hashable, tuple[Pool, int, int]] = {}  # pool, first address and size of each request's block
+        self._segments: dict[int, int] = {}  # size of each segment by its first address; of expandable ones, endless
         self._next_address = 0
 
     @property
@@ -183,95 +166,85 @@ class CachingAllocator:
         if key in self._held:
             message = f"{key!r} is allocated already; free it first"
             raise InvalidValueError(message, kind="allocated_twice", name=str(key))
-        if size <= 0:
-            self._held[key] = None
-            return
         size = -(-size // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
         pool = self._pools.setdefault((small, stream), Pool(small))
-        block = self._best_fit(pool, size) or self._new(pool, size)
-        pool.remove(block)
-        left = block.size - size
-        if left >= MIN_BLOCK if small or self._expandable else left > SMALL_SIZE:
-            pool.add(block.split(size))
-        block.allocated = True
-        self._held[key] = block
-        self.allocated_bytes += block.size
+        start = 0
+        if size:
+            found = self._best_fit(pool, size)
+            start = self._new(pool, size) if found is None else found
+            left = pool.free.take(start) - size
+            if left >= MIN_BLOCK if small or self._expandable else left > SMALL_SIZE:
+                pool.free.add(start + size, left)
+            else:
+                size += left
+        self._held[key] = pool, start, size
+        self.allocated_bytes += size
         self._peak_allocated = max(self._peak_allocated, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
         if key not in self._held:
             raise InvalidValueError(f"{key!r} is not allocated", kind="not_allocated", name=str(key))
-        block = self._held.pop(key)
-        if block is None:
-            return
-        block.allocated = False
-        self.allocated_bytes -= block.size
-        self._put_back(block)
+        pool, start, size = self._held.pop(key)
+        if size:
+            self.allocated_bytes -= size
+            pool.free.add(start, size)
 
     def release_cached(self) -> None:
         """Return free segments or pages to the driver by the rules 6 and 7, as `torch.cuda.empty_cache` does."""
         for pool in self._pools.values():
-            for block in [pool.blocks[address] for _, address in pool.free]:
+            for size, start in pool.free.sorted.copy():
                 if self._expandable:
-                    self._unmap(block)
-                elif block.previous is None and block.next is None:  # a whole segment
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
+                    self._unmap(pool, start, size)
+                elif self._segments.get(start) == size:  # a whole segment
+                    self.reserved_bytes -= pool.free.take(start)
 
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: Pool, size: int) -> int | None:
+        """Return the first address of the free block that serves a request, by the rules 2 and 7."""
         found, most = None, 0
-        for free, address in pool.free[bisect_left(pool.free, (size, -1)) :]:
-            block = pool.blocks[address]
-            following = block.next if self._expandable else None
-            room = free + (following.size if following is not None and not following.mapped else 0)
+        for free, start in pool.free.sorted[bisect_left(pool.free.sorted, (size, -1)) :]:
+            room = free + pool.unmapped.sizes.get(start + free, 0)
             if found is not None and room >= most:
                 break
-            found, most = block, room
+            found, most = start, room
         return found
 
-    def _new(self, pool: Pool, size: int) -> Block:
-        """Return a free block of new memory from the driver, by the rules 3, 6 and 7."""
+    def _new(self, pool: Pool, size: int) -> int:
+        """Return the first address of a free block of new memory from the driver, by the rules 3, 6 and 7."""
         new = self._expanded if self._expandable else self._segment
-        block = new(pool, size)
-        if block is None:
+        start = new(pool, size)
+        if start is None:
             self.release_cached()
-            block = new(pool, size)
-        if block is None:
+            start = new(pool, size)
+        if start is None:
             assert self._limit is not None
             raise DeviceFullError(size, self.allocated_bytes, self.reserved_bytes, self._limit)
-        return block
+        return start
 
-    def _segment(self, pool: Pool, size: int) -> Block | None:
-        whole = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        if not pool.small and size >= MIN_LARGE_ALLOCATION:
-            whole = -(-size // ROUND_LARGE) * ROUND_LARGE
-        return self._new_block(pool, whole, mapped=True) if self._reserve(whole) else None
+    def _segment(self, pool: Pool, size: int) -> int | None:
+        large = not pool.small and size >= MIN_LARGE_ALLOCATION
+        whole = -(-size // ROUND_LARGE) * ROUND_LARGE if large else pool.page
+        return self._new_range(pool.free, whole) if self._reserve(whole) else None
 
-    def _new_block(self, pool: Pool, size: int, *, mapped: bool) -> Block:
-        block = Block(self._next_address, size, pool, mapped=mapped)
-        self._next_address += -(-size // LARGE_SEGMENT) * LARGE_SEGMENT
-        pool.add(block)
-        return block
+    def _new_range(self, ranges: Ranges, size: int) -> int:
+        start = self._next_address
+        self._segments[start] = size
+        self._next_address += (-(-size // LARGE_SEGMENT) + 1) * LARGE_SEGMENT  # a gap, as segments are not merged
+        ranges.add(start, size)
+        return start
 
-    def _expanded(self, pool: Pool, size: int) -> Block | None:
-        """Map memory into the first run of free or unmapped blocks of `size` bytes; return it, None over the limit."""
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        block = self._growing(pool, size)
-        while not block.mapped or block.size < size:
-            hole = block if not block.mapped else block.next
-            assert hole is not None
-            missing = size - (block.size if block.mapped else 0)
-            mapped = min(hole.size, -(-missing // page) * page)
+    def _expanded(self, pool: Pool, size: int) -> int | None:
+        """Map memory into the first run of free or unmapped ranges of `size` bytes; return it, None over the limit."""
+        start = self._growing(pool, size)
+        while (free := pool.free.sizes.get(start, 0)) < size:
+            mapped = min(pool.unmapped.sizes[start + free], -(-(size - free) // pool.page) * pool.page)
             if not self._reserve(mapped):
                 return None
-            pool.remove(hole)
-            if mapped < hole.size:
-                pool.add(hole.split(mapped))
-            hole.mapped = True
-            self._put_back(hole)
-            block = hole
-        return block
+            left = pool.unmapped.take(start + free) - mapped
+            pool.free.add(start + free, mapped)
+            if left:
+                pool.unmapped.add(start + free + mapped, left)
+        return start
 
     def _reserve(self, size: int) -> bool:
         if self._limit is not None and self.reserved_bytes + size > self._limit:
@@ -280,38 +253,24 @@ class CachingAllocator:
         self._peak_reserved = max(self._peak_reserved, self.reserved_bytes)
         return True
 
-    def _growing(self, pool: Pool, size: int) -> Block:
-        unmapped = (each for each in pool.blocks.values() if not each.mapped)
-        block: Block | None
-        for block in sorted(unmapped, key=lambda each: each.address):
-            if block.previous is not None and not block.previous.allocated:
-                block = block.previous
-            start, room = block, 0
-            while block is not None and not block.allocated and room < size:
-                room += block.size
-                block = block.next
-            if room >= size:
+    def _growing(self, pool: Pool, size: int) -> int:
+        for unmapped in sorted(pool.unmapped.sizes):
+            start = end = pool.free.starts.get(unmapped, unmapped)
+            while end - start < size and (more := pool.free.sizes.get(end) or pool.unmapped.sizes.get(end)):
+                end += more
+            if end - start >= size:
                 return start
-        return self._new_block(pool, _ENDLESS, mapped=False)
+        return self._new_range(pool.unmapped, _ENDLESS)
 
-    def _unmap(self, block: Block) -> None:
-        pool = block.pool
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        first = -(-block.address // page) * page
-        last = (block.address + block.size) // page * page
-        if first >= last:
-            return
-        pool.remove(block)
-        if block.address + block.size > last:
-            pool.add(block.split(last - block.address))
-        if first > block.address:
-            front, block = block, block.split(first - block.address)
-            pool.add(front)
-        block.mapped = False
-        self.reserved_bytes -= block.size
-        self._put_back(block)
-
-    def _put_back(self, block: Block) -> None:
-        block.pool.merge(block, block.previous)
-        block.pool.merge(block, block.next)
-        block.pool.add(block)
+    def _unmap(self, pool: Pool, start: int, size: int) -> None:
+        first, last = -(-start // pool.page) * pool.page, (start + size) // pool.page * pool.page
+        if first < last:
+            pool.free.take(start)
+            for low, high, ranges in (
+                (start, first, pool.free),
+                (first, last, pool.unmapped),
+                (last, start + size, pool.free),
+            ):
+                if low < high:
+                    ranges.add(low, high - low)
+            self.reserved_bytes -= last - first

@@ -37,14 +37,6 @@ def device_names() -> tuple[str, ...]:
     return tuple(_table())
 
 
-def tables_in(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raises OSError if it cannot be read, and ValueError if it is no TOML."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidValueError(f"{path} is no TOML file: {error}", kind="not_toml", name=str(path)) from None
-
-
 def find_device(name: str) -> Device:
     """Return the device called `name` in the table, ignoring case and separators. Raises ValueError if none is."""
     table = _table()
@@ -97,7 +89,10 @@ def _table() -> dict[str, Device]:
 
 
 def _read(path: Path) -> dict[str, Device]:
-    content = tables_in(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"{path} is no TOML file: {error}", kind="not_toml", name=str(path)) from None
     sources = content.pop("sources", {})
     devices = {}
     for key, cells in content.items():

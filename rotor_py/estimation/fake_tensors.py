@@ -151,9 +151,9 @@ def construct_on_meta() -> Iterator[None]:
     with ExitStack() as stack:
         for name in _INITIALIZERS:
             if (module := sys.modules.get(name)) is not None:
-                for function in [each for each in dir(module) if each.endswith("_") and not each.startswith("_")]:
-                    if callable(getattr(module, function)):
-                        stack.callback(setattr, module, function, getattr(module, function))
-                        setattr(module, function, lambda tensor, *args, **kwargs: tensor)
+                names = [each for each in dir(module) if each.endswith("_") and not each.startswith("_")]
+                functions = [each for each in names if callable(getattr(module, each))]
+                nothing = dict.fromkeys(functions, lambda tensor, *args, **kwargs: tensor)
+                stack.enter_context(set_meanwhile((module, nothing)))
         stack.enter_context(torch.device("meta"))
         yield

@@ -122,11 +122,7 @@ class FollowedStep(FollowedStorages):
             self.events += [Allocate(f"workspace {number}", size) for number in range(WORKSPACES)]
         for tensor in present:
             self.follow(local(tensor).untyped_storage())
-        self._before = len(self.events)
-
-    def risen(self) -> int:
-        """Return by how many bytes the peak exceeds the bytes at the entry of the context."""
-        return most_bytes(self.events, self._before)
+        self.before = len(self.events)  # number of events before the entry of the context
 
     def taken(self, number: int, size: int) -> None:
         self.events.append(Allocate(number, size, self.stream))
@@ -285,7 +281,8 @@ class Communication:
     def _taken(self, step: SimulatedStep) -> int:
         """Return the communication bytes for which the plan's predicted peak is the peak of a step on fake tensors."""
         followed, plan = self._followed(step), plan_of(step.network)
-        return plan.budget.fixed.total + followed.risen() - plan.budget.peak_bytes(plan.followed)
+        risen = most_bytes(followed.events, followed.before)
+        return plan.budget.fixed.total + risen - plan.budget.peak_bytes(plan.followed)
 
     def _followed(self, step: SimulatedStep) -> FollowedStep:
         network, sequence = step.network, plan_of(step.network).followed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -15,13 +14,6 @@ from rotor_py.units import format_bytes, format_seconds
 # Picture widths in pixels, labels included, for a screen and for a phone 390 pixels wide. A page has each picture in
 # both widths and shows the one that fits: scaled to a phone, the letters of the wide one would be too small to read.
 SCREEN, PHONE = 804, 354
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    x: float
-    width: float
-    title: str
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
@@ -46,16 +38,6 @@ HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
 _LABEL = 90  # width of a size label on the memory axis in pixels, padding included
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 _APART, _FINEST = 20, 0.02  # least pixels between time labels; first labelled share of curves below 10 % more time
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    x: float
-    y: float
-    title: str
-    letter: str = ""
-    letter_x: float = 0.0
-    letter_y: float = 0.0
 
 
 def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> SimpleNamespace | None:
@@ -97,29 +79,26 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Sim
             marks.append((letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}"))
     return SimpleNamespace(
         width=width,
-        line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points], LEFT + width)),
+        line=f"M{x(points[0].mem_limit):.1f} {TOP}V{y(points[0].overhead):.1f}"
+        + "".join(f"H{x(point.mem_limit):.1f}V{y(point.overhead):.1f}" for point in points[1:])
+        + f"H{LEFT + width:.0f}",
         columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points], LEFT + width)),
         sizes=tuple((x(size), format_bytes(int(size))) for size in sizes),
         shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
-        plan=Mark(x(plan.mem_limit), y(plan.overhead), f"this plan: {_cost(sweep, plan)}"),
+        plan=SimpleNamespace(x=x(plan.mem_limit), y=y(plan.overhead), title=f"this plan: {_cost(sweep, plan)}"),
         limit_x=limit_x,
         marks=tuple(_placed(marks, [(x(plan.mem_limit), y(plan.overhead))], limit_x, width)),
         legend=legend,
     )
 
 
-def _line(corners: list[tuple[float, float]], end: float) -> Iterator[str]:
-    yield f"M{corners[0][0]:.1f} {TOP}V{corners[0][1]:.1f}"
-    yield from (f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
-    yield f"H{end:.0f}"
-
-
-def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[Column]:
-    yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
+def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[SimpleNamespace]:
+    least = f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}"
+    yield SimpleNamespace(x=LEFT, width=starts[0] - LEFT, title=least)
     sizes = [format_bytes(point.mem_limit) for point in sweep.points]
     limits = [*(f"from {size} to {above}" for size, above in pairwise(sizes)), f"of {sizes[-1]} or more"]
     for point, limit, (start, end) in zip(sweep.points, limits, pairwise((*starts, right)), strict=True):
-        yield Column(start, end - start, f"a limit {limit}: {_cost(sweep, point)}")
+        yield SimpleNamespace(x=start, width=end - start, title=f"a limit {limit}: {_cost(sweep, point)}")
 
 
 def _cost(sweep: Sweep, point: Point) -> str:
@@ -140,7 +119,7 @@ def _shares(highest: float) -> list[float]:
 
 def _placed(
     points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None, width: float
-) -> Iterator[Mark]:
+) -> Iterator[SimpleNamespace]:
     """Yield a mark for each point, its letter near by, clear of `others`, of letters and of a line at x = `wall`."""
     taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
@@ -155,7 +134,7 @@ def _placed(
         places = ((x + across, y + down) for across, down in offsets if across or down)
         place = next((place for place in places if free(*place)), (x, y))
         taken.append(place)
-        yield Mark(x, y, title, letter, *place)
+        yield SimpleNamespace(x=x, y=y, title=title, letter=letter, letter_x=place[0], letter_y=place[1])
 
 
 # Samples per second by batch: a line for the fastest plans, one for storing everything, a mark for the chosen batch.
@@ -187,21 +166,22 @@ def batch_picture(choice: BatchChoice, room: float = SCREEN) -> SimpleNamespace 
     rates = [(point.batch, point.stored_per_second) for point in points]
     stored = [f"{x(batch):.1f} {y(rate):.1f}" for batch, rate in rates if rate is not None]
     borders = [LEFT, *((x(one.batch) + x(other.batch)) / 2 for one, other in pairwise(points)), LEFT + width]
-    chosen = choice.point(choice.batch)
+
+    def mark(point: BatchPoint, said: str = "") -> SimpleNamespace:
+        return SimpleNamespace(x=x(point.batch), y=y(point.samples_per_second), title=said + _words(point))
+
     return SimpleNamespace(
         width=width,
         line="M" + "L".join(fastest),
         stored="M" + "L".join(stored) if len(stored) > 1 else "",
         columns=tuple(
-            Column(begin, end - begin, _words(point))
+            SimpleNamespace(x=begin, width=end - begin, title=_words(point))
             for point, (begin, end) in zip(points, pairwise(borders), strict=True)
         ),
         batches=tuple(_apart([(x(point.batch), str(point.batch)) for point in points])),
         rates=tuple((y(rate), format_rate(rate) if rate else "0") for rate in round_numbers(0, highest, 6)),
-        measured=tuple(
-            Mark(x(point.batch), y(point.samples_per_second), _words(point)) for point in points if point.measured
-        ),
-        chosen=Mark(x(chosen.batch), y(chosen.samples_per_second), f"chosen: {_words(chosen)}"),
+        measured=tuple(mark(point) for point in points if point.measured),
+        chosen=mark(choice.point(choice.batch), "chosen: "),
     )
 
 

@@ -12,7 +12,6 @@ import torch
 
 from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
 from rotor_py.measure.budget import Budget, peak_of
-from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Measurement
 from rotor_py.report.sweep import BatchChoice, Sweep, format_share
 from rotor_py.stage.compression import Packed, rounded_stages, word_of
@@ -56,16 +55,10 @@ _NAMED = 3  # largest number of layers that a sentence names
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Says which numbers of a step on simulated `devices` are exact, predicted or assumed.
+    """Says which numbers of a step on simulated `devices` are exact, predicted or assumed."""
 
-    `recurrent` names the layers for which no number is exact, since the device runs other operators for them.
-    """
-
+    facts: ReportFacts
     devices: Devices
-    fixed: FixedMemory
-    batch_bytes: int
-    measurement: Measurement
-    recurrent: tuple[str, ...] = ()
 
     @property
     def device(self) -> Device:
@@ -82,12 +75,13 @@ class Basis:
     def sentences(self) -> tuple[str, ...]:
         """Return sentences: which numbers are exact (for recurrent layers, none), which predicted, which assumed."""
         device, several, amd = self.device, self.devices.count > 1, self.device.vendor == "amd"
+        recurrent = self.facts.recurrent
         found = [
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and the tensors that "
             "stages return and save."
         ]
-        if self.recurrent:
-            first, more = ", ".join(self.recurrent[:_NAMED]), len(self.recurrent) - _NAMED
+        if recurrent:
+            first, more = ", ".join(recurrent[:_NAMED]), len(recurrent) - _NAMED
             found.append(
                 f"Warning: for the recurrent layers ({first}{f' and {more} more' if more > 0 else ''}), no number is "
                 f"exact: they were planned with the CPU's operators, and {'MIOpen' if amd else 'cuDNN'} saves other "
@@ -124,24 +118,36 @@ class Basis:
             return chosen
         return f"{chosen} on CUDA, and that kernels of ROCm (AOTriton, MIOpen) save and need as many bytes as CUDA's"
 
-    def as_data(self, peaks: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
-        """Return exact, predicted and assumed numbers for JSON; each of `seconds` as its shortest and longest time."""
-        fixed = asdict(self.fixed)
+    def as_data(self) -> dict[str, Any]:
+        """Return exact, predicted and assumed numbers for JSON; a time as the shortest and the longest."""
+        facts, fixed = self.facts, asdict(self.facts.budget.fixed)
         exact = ("parameters", "buffers", "gradients", "optimizer")
+        peaks = {
+            "peak_bytes": facts.peak_bytes,
+            "store_all_peak_bytes": facts.store_all_bytes,
+            "min_bytes": facts.budget.least_bytes(),
+        }
+        if (reserved := facts.reserved) is not None:
+            peaks |= {
+                "step_peak_bytes": reserved.step_bytes,
+                "reserved_bytes": reserved.reserved_bytes,
+                "reserved_expandable_bytes": reserved.expandable_bytes,
+            }
         return {
             "device": self.device.name,
             "devices": self.devices.count,
             "compute_capability": list(self.device.compute_capability),
             "exact": {
                 **{f"{name}_bytes": fixed[name] for name in exact},
-                "batch_bytes": self.batch_bytes,
-                "activation_bytes": sum(each.activation_bytes for each in self.measurement.stages),
-                "saved_bytes": sum(each.saved_bytes for each in self.measurement.stages),
-                "inexact_layers": list(self.recurrent),
+                "batch_bytes": fixed["batch"] + facts.measurement.input_bytes,
+                "activation_bytes": sum(each.activation_bytes for each in facts.measurement.stages),
+                "saved_bytes": sum(each.saved_bytes for each in facts.measurement.stages),
+                "inexact_layers": list(facts.recurrent),
             },
-            "predicted": {**peaks, "communication_bytes": self.fixed.communication},
+            "predicted": {**peaks, "communication_bytes": fixed["communication"]},
             "assumed": {
-                **{name: list(self.seconds(value)) for name, value in seconds.items()},
+                "step_seconds": list(self.seconds(facts.step_seconds)),
+                "store_all_step_seconds": list(self.seconds(facts.store_all_seconds)),
                 "rates_of": self.device.rates_of or self.device.name,
                 "efficiencies": asdict(self.device.efficiencies),
                 "attention_kernel": self._kernels,
@@ -225,7 +231,11 @@ class ReportFacts:
     @property
     def overhead(self) -> float:
         """Ratio of the planned step's seconds to those of storing everything: 1.1 is 10 % more time."""
-        return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
+        return self.overhead_of(self.sequence)
+
+    def overhead_of(self, sequence: Sequence) -> float:
+        """Return the ratio of a step's seconds by `sequence` to those of storing everything."""
+        return self.seconds_of(sequence) / self.store_all_seconds if self.store_all_seconds else 1.0
 
     @property
     def gap(self) -> float | None:
@@ -239,15 +249,6 @@ class ReportFacts:
             return None
         makespan = self.budget.makespan(self.sequence) / self.budget.forwards
         return makespan / bound - 1 if bound else 0.0
-
-    def quality(self) -> list[tuple[str, str]]:
-        """Pairs of label and text: the gap to the best plan, if known, and the spread of measured times, if large."""
-        gap, spread, found = self.gap, self.measurement.spread, []
-        if gap is not None:  # two decimals would read 0.00% below 5e-5
-            found.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
-        if spread >= NOISY:
-            found.append(("times vary by", format_share(spread)))
-        return found
 
     @property
     def before_chain_seconds(self) -> float:
@@ -265,33 +266,31 @@ class ReportFacts:
             found[f"forwards {begin} to {end}" if others else f"forward {begin}"] = first
         return found
 
-    def kinds(self) -> list[str]:
-        """Return for each stage what the forward stores of it: a key of `WORDS`, or "" for nothing."""
-        found, shown = [""] * len(self.chain), self.shown
-        for operation in shown[: shown.index(Loss())]:
-            match operation:
-                case ForwardEnable(stage, option):
-                    found[stage] = kept_kind(self.chain.stages[stage], option)
-                case ForwardCheck(stage):
-                    found[stage] = found[stage] or "input"
-        return found
-
     def actions(self) -> list[str]:
         """Say for each stage what the plan does with it, such as "stored" or "checkpointed, recomputed 1×"."""
-        shown, stages = self.shown, range(len(self.chain))
+        return [action for action, _ in self.actions_and_kinds()]
+
+    def actions_and_kinds(self) -> list[tuple[str, str]]:
+        """Return `actions`, each with what the forward stores of the stage: a key of `WORDS`, or "" for nothing."""
+        shown = self.shown
         runs = Counter(each.stage for each in shown if not isinstance(each, Backward | Loss))
-        kept: dict[int, str] = {}
+        kept: dict[int, tuple[str, str]] = {}
         for operation in shown[: shown.index(Loss())]:  # after the loss, a ForwardEnable is a recomputation
             match operation:
                 case ForwardEnable(stage, option):
                     way = self.chain.stages[stage].options[option]
                     size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
-                    kept[stage] = f"stored {way.name}: {size}" if option else "stored"
+                    said = f"stored {way.name}: {size}" if option else "stored"
+                    kept[stage] = said, kept_kind(self.chain.stages[stage], option)
                 case ForwardCheck(stage):
                     # A stage that is checkpointed, then recomputed and stored before the loss, counts as stored.
-                    kept.setdefault(stage, "checkpointed")
-        again = [f"recomputed {runs[stage] - 1}×" if runs[stage] > 1 else "" for stage in stages]
-        return [", ".join(filter(None, (kept.get(stage), again[stage]))) for stage in stages]
+                    kept.setdefault(stage, ("checkpointed", "input"))
+        found = []
+        for stage in range(len(self.chain)):
+            said, kind = kept.get(stage, ("", ""))
+            again = f"recomputed {runs[stage] - 1}×" if runs[stage] > 1 else ""
+            found.append((", ".join(filter(None, (said, again))), kind))
+        return found
 
     def verdict(self) -> tuple[str, str]:
         """Return a sentence in two parts, the first for highlighting: whether the plan fits, then its peak and cost."""
@@ -349,28 +348,34 @@ class ReportFacts:
     @property
     def basis(self) -> Basis | None:
         """Which numbers of a simulated device are exact, predicted or assumed; None if the numbers are measured."""
-        if self.predicted_for is None:
-            return None
-        fixed = self.budget.fixed
-        batch = fixed.batch + self.measurement.input_bytes
-        return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
+        return None if self.predicted_for is None else Basis(self, self.predicted_for)
 
-    def followed_step(self) -> list[tuple[str, str]]:
-        """Return labels and sizes of a simulated step's peak and of its reserved bytes; [] if no step was simulated."""
-        if self.reserved is None:
-            return []
-        sizes = {"a step": self.reserved.step_bytes, "reserved": self.reserved.reserved_bytes}
-        return [(f"{name} (predicted)", format_bytes(size)) for name, size in sizes.items()]
-
-    def times(self) -> list[tuple[str, str]]:
-        """Return labels and times of a planned and a plain step; if predicted: ranges and their basis."""
+    def amounts(self) -> dict[str, list[tuple[str, str]]]:
+        """Return pairs of label and text under the headings "memory" and "time"; predicted times are ranges."""
+        sizes = {
+            "fixed": self.budget.fixed.total,
+            "least possible": self.budget.least_bytes(),
+            "store-all": self.store_all_bytes,
+            "planned": self.peak_bytes,
+        }
+        if (reserved := self.reserved) is not None:
+            sizes |= {"a step (predicted)": reserved.step_bytes, "reserved (predicted)": reserved.reserved_bytes}
+        memory = [("limit", "none" if self.mem_limit is None else format_bytes(self.mem_limit))]
+        memory += [(name, format_bytes(size)) for name, size in sizes.items()]
         basis = self.basis
         said = format_seconds if basis is None else basis.range
-        found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
-        if basis is None:
-            return found
-        source = basis.device.efficiencies
-        return [*found, ("efficiencies" if source.anchor is None else "fitted to", source.origin)]
+        time = [("store-all", said(self.store_all_seconds)), ("planned", said(self.step_seconds))]
+        time.append(("overhead", f"{self.overhead - 1:+.1%}"))
+        if basis is not None:
+            # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
+            time.reverse()
+            source = basis.device.efficiencies
+            time.append(("efficiencies" if source.anchor is None else "fitted to", source.origin))
+        if (gap := self.gap) is not None:  # two decimals would read 0.00% below 5e-5
+            time.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
+        if self.measurement.spread >= NOISY:
+            time.append(("times vary by", format_share(self.measurement.spread)))
+        return {"memory": memory, "time": time}
 
     def which_forward(self) -> str | None:
         """Say which of the forwards in flight tables and pictures show; None if all forwards follow one sequence."""
@@ -429,7 +434,8 @@ class StageRow:
 
 def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
     measured = facts.measurement
-    for name, cost, action, kind in zip(measured.names, measured.stages, facts.actions(), facts.kinds(), strict=True):
+    rows = zip(measured.names, measured.stages, facts.actions_and_kinds(), strict=True)
+    for name, cost, (action, kind) in rows:
         seconds = cost.forward_seconds, cost.backward_seconds
         # A plan may run a stage's forward with and without a graph: show the largest scratch, of these or the backward.
         scratch = max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)

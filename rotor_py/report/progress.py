@@ -96,19 +96,15 @@ class Activities:
         with self._lock:
             if not self.shown:
                 return
-            begin = self._bar is None
             bar = self._bar = self._bar or _bar()
             verb, name, done, total = self._line
             end = ", ".join(part for part in (_count(done, total), left) if part)
             text, room = f"{verb} {name}", bar.console.width - _BAR - len(end) - 4
             if len(text) > room:
                 text = text[: max(0, room - 1)] + "…"
-            if begin:
-                bar.add_task(text, completed=done, total=total or None, end=end)
-                bar.start()
-            else:
-                bar.update(bar.task_ids[0], description=text, completed=done, total=total or None, end=end)
-                bar.refresh()
+            bar.update(bar.task_ids[0], description=text, completed=done, total=total or None, end=end)
+            bar.start()
+            bar.refresh()
 
 
 def _count(done: int, total: int) -> str:
@@ -122,7 +118,7 @@ def _bar() -> Bar:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    return Bar(
+    bar = Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=_BAR),
         TextColumn("{task.fields[end]}", markup=False),
@@ -131,3 +127,5 @@ def _bar() -> Bar:
         auto_refresh=False,  # a drawing thread would disturb measured times
         redirect_stdout=sys.stdout.isatty(),  # what goes into a pipe cannot disturb the line
     )
+    bar.add_task("", end="")
+    return bar

@@ -20,7 +20,6 @@ from rotor_py.report import step_pictures as schedule
 from rotor_py.report.curve_pictures import PHONE, SCREEN
 from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
 from rotor_py.report.sweep import Point, Sweep, saving
-from rotor_py.units import format_bytes
 from rotor_solver import Persistent, Sequence, frontier, store_all
 from rotor_solver.watching import watcher
 
@@ -62,16 +61,12 @@ def _one_by_one(
     """Yield plans with offload for some limits; given an `overhead`, also for those tried to find its least limit."""
     budget, progress = facts.budget, watcher()
     least, most = budget.least_bytes(), facts.store_all_bytes
-
-    def solved(limit: int) -> Sequence:
-        return budget.solve(limit, Persistent(slots))
-
-    known: dict[int, Sequence] = {}
+    solver, known = Persistent(slots), dict[int, Sequence]()
     for number in range(_LIMITS):
         if progress is not None:
             progress(number, _LIMITS, "limits with offload")
         limit = least + number**2 * (most - least) // _LIMITS**2  # denser at small limits, where overheads are large
-        known[limit] = solved(limit)
+        known[limit] = budget.solve(limit, solver)
         yield known[limit]
     if overhead is None:
         return
@@ -85,7 +80,7 @@ def _one_by_one(
     short = max((limit for limit, each in known.items() if limit < enough and not fast(each)), default=least)
     while enough - short > _CLOSE * (most - least):
         middle = (short + enough) // 2
-        sequence = solved(middle)
+        sequence = budget.solve(middle, solver)
         yield sequence
         if fast(sequence):
             enough = min(middle, budget.peak_bytes(sequence))
@@ -94,8 +89,8 @@ def _one_by_one(
 
 
 def _point(facts: ReportFacts, name: str, sequence: Sequence) -> Point:
-    seconds, plain = facts.seconds_of(sequence), facts.store_all_seconds
-    return Point(name, facts.budget.peak_bytes(sequence), seconds, seconds / plain if plain else 1.0, sequence)
+    peak, seconds = facts.budget.peak_bytes(sequence), facts.seconds_of(sequence)
+    return Point(name, peak, seconds, facts.overhead_of(sequence), sequence)
 
 
 def _origin(device: str, made: datetime) -> str:
@@ -130,7 +125,7 @@ def page(
         begin=begin,
         rest=rest,
         remarks=(*facts.remarks(), *remarks),
-        amounts=_amounts(facts),
+        amounts=facts.amounts(),
         parts=facts.budget.fixed.in_words() or "nothing",
         **_pictures(facts, sweep, SCREEN, math.inf),
         phone=_pictures(facts, sweep, PHONE, PHONE),
@@ -145,12 +140,6 @@ def page(
     )
 
 
-def frame(text: str) -> str:
-    """Return an iframe that contains the page `text`: its styles and scripts then do not affect the notebook."""
-    source = escape(text, quote=True)
-    return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
-
-
 def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
     """Return the pictures by name, `room` pixels wide; those with a column per operation or stage up to `most`."""
     return {
@@ -159,23 +148,6 @@ def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dic
         "memory": schedule.memory_picture(facts, room, most),
         "schedule": schedule.schedule_picture(facts, most),
     }
-
-
-def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
-    found = [
-        ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
-        ("planned peak", format_bytes(facts.peak_bytes)),
-        *facts.followed_step(),
-        ("fixed part", format_bytes(facts.budget.fixed.total)),
-        ("least possible", format_bytes(facts.budget.least_bytes())),
-        ("storing everything", format_bytes(facts.store_all_bytes)),
-    ]
-    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
-    names = {"planned": "planned step", "store-all": "plain step"}
-    times = [(names.get(name, name), said) for name, said in facts.times()]
-    # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
-    found += [overhead, *times] if facts.basis else [*times, overhead]
-    return [*found, *facts.quality()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +165,9 @@ class Report(ReportFacts):
         return plain_text(self)
 
     def _repr_html_(self) -> str:
-        return frame(page(self, self._swept()))
+        # In an iframe, the page's styles and scripts do not affect the notebook.
+        source = escape(page(self, self._swept()), quote=True)
+        return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
 
     def to_html(
         self,

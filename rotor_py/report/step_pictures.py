@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from rotor_py.report.curve_pictures import SCREEN, Column, round_numbers
+from rotor_py.report.curve_pictures import SCREEN, round_numbers
 from rotor_py.report.numbers import NAME, WORDS, OptimizerStep, ReportFacts, kept_kind, optimizer_step
 from rotor_py.report.sweep import kind, sentence
 from rotor_py.units import format_bytes, format_seconds
@@ -66,7 +66,8 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
         height=HEIGHT + TOP + 8,
         layers=tuple(layer for layer in layers if layer.outline),
         columns=tuple(
-            Column(LEFT + step * at, step, f"{words}; {_largest(layers, at)}") for at, words in enumerate(sentences)
+            SimpleNamespace(x=LEFT + step * at, width=step, title=f"{words}; {_largest(layers, at)}")
+            for at, words in enumerate(sentences)
         ),
         ticks=tuple((y(size), format_bytes(int(size))) for size in round_numbers(0, full, 5)),
         limit_y=None if limit is None else y(limit),
@@ -131,18 +132,6 @@ ROW, LANE = 14, 14
 _CELL, _LABEL = 18, 24  # largest width of a stage's column, and least distance between stage numbers, in pixels
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Rows in which a stage is stored as `kind`, a key of `WORDS`. Row `last` frees it unless it `stays` in memory."""
-
-    stage: int
-    kind: str
-    first: int
-    last: int
-    stays: bool
-    title: str
-
-
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamespace:
     """Return the plan's operations, one in each row, and when each stage is stored, in cells of `cell` by `ROW` pixels.
 
@@ -176,7 +165,15 @@ def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamesp
     )
 
 
-def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: Moves | None = None) -> Iterator[Kept]:
+def lives(
+    chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: Moves | None = None
+) -> Iterator[SimpleNamespace]:
+    """Yield the rows in which a stage is stored as `kind`, a key of `WORDS`; `last` frees it, unless it `stays`."""
+
+    def life(last: int, stays: bool) -> SimpleNamespace:
+        title = f"{name}: {WORDS[now]}"
+        return SimpleNamespace(stage=stage, kind=now, first=first, last=last, stays=stays, title=title)
+
     first, now, way, away = 0, "", "kept", False
     for row, moment in enumerate(found):
         if isinstance(moment.operation, ForwardEnable) and moment.operation.stage == stage:
@@ -189,11 +186,10 @@ def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: M
         if kept == now:
             continue
         if now:
-            stays = bool(kept) and moment.operation != Backward(stage)
-            yield Kept(stage, now, first, row, stays, f"{name}: {WORDS[now]}")
+            yield life(row, bool(kept) and moment.operation != Backward(stage))
         first, now = row, kept
     if now:
-        yield Kept(stage, now, first, len(found) - 1, True, f"{name}: {WORDS[now]}")
+        yield life(len(found) - 1, True)
 
 
 def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamespace]:

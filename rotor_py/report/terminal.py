@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
-from rotor_py.units import format_bytes
 from rotor_solver import Backward, Loss, Operation
 
 # Matches the spaces at which a line may break: not those between a number and its unit, nor no-break spaces.
@@ -71,11 +70,9 @@ def stage_table(facts: ReportFacts, *, costs_alone: bool = False) -> Table:
 _WIDEST = 100
 
 
-def plain_text(facts: ReportFacts, width: int | None = None) -> str:
-    """Return the report without colours, `width` columns wide: by default as wide as the terminal, at most 100."""
-    file = io.StringIO()
-    if width is None:
-        width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
+def plain_text(facts: ReportFacts) -> str:
+    """Return the report without colours, as wide as the terminal, at most 100 columns."""
+    file, width = io.StringIO(), min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
     Console(file=file, width=width, highlight=False, color_system=None).print(Group(*parts(facts)))
     return file.getvalue().rstrip()
 
@@ -86,27 +83,11 @@ def parts(facts: ReportFacts) -> list[RenderableType]:
     sequences = [
         Text.assemble((f"{name}  ", "bold"), ", ".join(folded(each))) for name, each in facts.by_forwards().items()
     ]
-    return [verdict, *map(Prose, facts.remarks()), "", _amounts(facts), "", stage_table(facts), "", *sequences]
-
-
-def _amounts(facts: ReportFacts) -> Table:
-    table = Table.grid(padding=(0, 2))
-    memory = (
-        ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
-        ("fixed", format_bytes(facts.budget.fixed.total)),
-        ("least possible", format_bytes(facts.budget.least_bytes())),
-        ("store-all", format_bytes(facts.store_all_bytes)),
-        ("planned", format_bytes(facts.peak_bytes)),
-        *facts.followed_step(),
-    )
-    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
-    # Predicted seconds rest on assumptions, which partly cancel in the overhead, a ratio: this comes first.
-    time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
-    time += facts.quality()
-    table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
-    table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
-    table.add_row(Text("fixed", style="bold"), Prose(facts.budget.fixed.in_words() or "nothing"))
-    return table
+    amounts = Table.grid(padding=(0, 2))
+    for heading, pairs in facts.amounts().items():
+        amounts.add_row(Text(heading, style="bold"), Prose(_pairs(pairs)))
+    amounts.add_row(Text("fixed", style="bold"), Prose(facts.budget.fixed.in_words() or "nothing"))
+    return [verdict, *map(Prose, facts.remarks()), "", amounts, "", stage_table(facts), "", *sequences]
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import tensors_in
 from rotor_py.by_hand.levels import LEVELS
 from rotor_py.by_hand.strategy import ByHand, ByLevel
 from rotor_py.checkpointable import Checkpointable
@@ -25,7 +24,7 @@ from rotor_py.stage.compression import FEWER_BITS, Packed
 from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.units import exact_bytes, format_bytes
 from rotor_py.validate.steps import TrainingStep, state_restored
-from rotor_py.validate.verification import Verification, measured
+from rotor_py.validate.verification import Verification, default_loss, measured
 from rotor_solver import (
     Algorithm,
     Chain,
@@ -159,8 +158,17 @@ def compare_at_limit(
 
 
 def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, Algorithm]:
+    found: dict[str, Algorithm] = {}
+    stages = [*names]
+    below: list[str | None] = [None] * len(stages)
+    for level in sorted(set(LEVELS) - {0}):  # level 0 equals "store-all"
+        by_level = ByLevel.of(model, level)
+        units = by_level.units(stages)
+        if units != below:  # this level groups the stages differently from the level below
+            found[f"level {level}"] = by_level
+        below = units
     return {
-        **_levels(model, [*names]),
+        **found,
         EVERY: Periodic(),
         "sqrt": Sqrt(),
         "revolve": Revolve(),
@@ -219,27 +227,14 @@ def named(strategy: str, sequence: Sequence) -> str:
     return "every layer" if distance == 1 else f"every {distance} layers"
 
 
-def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
-    """Return an algorithm by name for each level that groups the stages `names` differently from the level below."""
-    found: dict[str, Algorithm] = {}
-    below: list[str | None] = [None] * len(names)
-    for level in sorted(set(LEVELS) - {0}):  # level 0 equals "store-all"
-        by_level = ByLevel.of(model, level)
-        units = by_level.units(names)
-        if units != below:
-            found[f"level {level}"] = by_level
-        below = units
-    return found
-
-
 def _compared(facts: ReportFacts, limit: int, strategy: str, sequence: Sequence) -> ComparedStrategy:
-    peak, seconds = facts.budget.peak_bytes(sequence), facts.seconds_of(sequence)
+    peak = facts.budget.peak_bytes(sequence)
     return ComparedStrategy(
         strategy=named(strategy, sequence),
         fits=peak <= limit,
         peak_bytes=peak,
-        step_seconds=seconds,
-        overhead=seconds / facts.store_all_seconds if facts.store_all_seconds else 1.0,
+        step_seconds=facts.seconds_of(sequence),
+        overhead=facts.overhead_of(sequence),
         sequence=sequence,
     )
 
@@ -321,7 +316,7 @@ def best_level(
         model: any model that `Checkpointable` takes.
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: limit of a whole step's peak: bytes, or a text such as "4GB", "512MiB", "80%".
-        loss: a function of the model's output; None: the sum of the output's scalars or, if there are none, elements.
+        loss: a function of the output that returns a scalar; None: the output's `loss`, else its mean square.
         optimizer: the optimizer, whose state counts toward the limit.
         fresh_grads: whether gradients are freed between steps.
         options: other options of `Checkpointable`.
@@ -331,12 +326,11 @@ def best_level(
         ValueError: `mem_limit` is not a size.
         UnsupportedModelError: the model or the batch cannot be planned.
     """
+    loss = loss or default_loss
     planned = Checkpointable(model, batch, loss=loss, optimizer=optimizer, fresh_grads=fresh_grads, **options)
     budget = plan_of(planned).budget
     limit = limit_bytes(mem_limit, planned.device)
-    step = TrainingStep(
-        planned.model, batch, loss or _sum, optimizer, planned.device, fresh_grads, steps_optimizer=False
-    )
+    step = TrainingStep(planned.model, batch, loss, optimizer, planned.device, fresh_grads, steps_optimizer=False)
     found = {level: ByHand(level=level).sequence(model, budget, None) for level in LEVELS}
     peaks = {level: budget.peak_bytes(sequence) for level, sequence in found.items()}
     for level, sequence in found.items():
@@ -369,9 +363,3 @@ def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingSte
         predicted_seconds=simulate(budget.chain, sequence).makespan,
         measured_seconds=seconds,
     )
-
-
-def _sum(output: Any) -> torch.Tensor:
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
-    return torch.stack([tensor.sum() for tensor in losses]).sum()

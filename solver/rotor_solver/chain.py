@@ -174,12 +174,9 @@ class Chain:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the class is frozen
-        for name, checked in (
-            ("input_bytes", checked_size),
-            ("loss_time", checked_seconds),
-            ("loss_temp", checked_size),
-        ):
-            set_field(self, name, checked(getattr(self, name), name))
+        set_field(self, "input_bytes", checked_size(self.input_bytes, "input_bytes"))
+        set_field(self, "loss_time", checked_seconds(self.loss_time, "loss_time"))
+        set_field(self, "loss_temp", checked_size(self.loss_temp, "loss_temp"))
         check_type(self.output_held, bool, "output_held", "pass True or False")
         stages: list[Stage] = []
         for index, stage in enumerate(listed(self.stages, "stages")):

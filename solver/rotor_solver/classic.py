@@ -212,7 +212,12 @@ class _Heterogeneous:
     def __init__(self, costs: Costs, attached: bool) -> None:
         self.costs, self.attached, self.state = costs, attached, int(attached)
         self.length = length = len(costs.activation) - 1
-        self.needs = _stage_needs(costs)
+        # [2, L, L+2] bytes that Fe_i and B_i need in [i, stop), by (1 if a_i is part of ā_i, else 0; i; stop)
+        backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
+        backward[0, :, -1] = costs.backward_need[0]
+        base = np.concatenate([[0], costs.base])  # by stop; no interval stops at 0
+        forward = base + costs.forward_need[None, :, None]
+        self.needs: Ints = np.maximum(forward, backward - costs.released[:, :, None])
         # For each checkpoint a_j: `first`, the first stage whose forward follows it; `taken`, the bytes that it takes;
         # and `kept[j, stop]`, with `attached` the bytes that a_j, Fe_j and B_j need in an interval that ends at `stop`.
         self.first, self.taken = np.arange(length + 1), costs.activation.copy()
@@ -221,12 +226,26 @@ class _Heterogeneous:
             self.first[:length] += 1
             self.kept[:length] = self.taken[:length, None] + self.needs[0]
             self.taken[:length] += costs.taken[0]
-        self.full, self.full_seconds = _full_memory(costs, attached)
+        self._find_full()
         self.least = np.full((length + 2, length + 2), _NOTHING)
         self.least[length, length + 1] = costs.loss_need
         self.least_seconds = np.zeros((length + 2, length + 2))
         for i, stop in _intervals(length):
             self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
+
+    def _find_full(self) -> None:
+        """Find the bytes from which on [i, stop) can store every checkpoint, and its seconds then: [L+2, L+2] each."""
+        costs, length = self.costs, self.length
+        self.full, self.full_seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
+        self.full[length, length + 1] = costs.loss_need
+        for i, stop in _intervals(length):
+            if _may_enable(length, self.attached, i, stop):
+                need, rest, seconds = self.needs[self.state, i, stop], costs.taken[self.state, i], 0.0
+            else:
+                need = max(costs.base[stop - 1] + costs.check_need[i, i + 1], self.needs[0, i, i + 1])
+                rest, seconds = costs.activation[i + 1], costs.split[i + 1] - costs.run[i]
+            self.full[i, stop] = max(need, rest + self.full[i + 1, stop])
+            self.full_seconds[i, stop] = seconds + self.full_seconds[i + 1, stop]
 
     def _least_of(self, i: int, stop: int) -> tuple[int, float]:
         """Return the least m for [i, stop), and the least seconds in it if the parts have their own least, too."""
@@ -246,16 +265,16 @@ class _Heterogeneous:
         return np.maximum(self.costs.base[stop - 1] + self.costs.check_need[i, j], self.kept[j, stop])
 
     def fill(self, room: int, slots: int) -> None:
-        """Fill `rows`, seconds rows[i][stop - i, m], for slots up to `room` bytes; `beyond` is for more memory."""
+        """Fill `rows`, seconds rows[i][stop - i, m], for all memory that an interval can have in `room`."""
         costs, length = self.costs, self.length
         taken = [*costs.activation[1:], *(costs.taken.flat if self.attached else [])]
         unit = max(1, math.gcd(*map(int, taken)), -(-room // slots))
         while (length + 3) ** 2 // 2 * (room // unit + 1) > _LARGEST_TABLE and unit < room:
             unit *= 2
-        self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
-        self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
         # An operation may free more bytes than it keeps, so a later interval may have more memory than `room`.
-        self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
+        freed = int(np.maximum(0, -costs.taken[self.state]).sum())
+        self.unit, self.offset, self.width = unit, room % unit, room // unit + 1 + -(-freed // unit)
+        self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
         self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
         for row in self.rows:
             row[0] = 0.0
@@ -286,8 +305,6 @@ class _Heterogeneous:
             if enough.max() > low:
                 times[np.arange(low, high) < enough[:, None]] = np.inf
             row[low:high] = np.minimum(row[low:high], times.min(axis=0))
-        if self.end[i, stop] >= self.width:
-            self.beyond[i, stop] = row[-1]
 
     def _shifted(self, i: int, stop: int, taken: int) -> Floats:
         """Return, by slot m, the seconds of [i, stop) in `taken` bytes less than m; zeros for an empty interval."""
@@ -296,7 +313,6 @@ class _Heterogeneous:
         slots = np.arange(self.width) - -(-taken // self.unit)
         values: Floats = self.rows[i][stop - i, np.clip(slots, 0, self.width - 1)]
         values[slots < 0] = np.inf
-        values[slots >= max(self.width, int(self.begin[i, stop]))] = self.beyond[i, stop]
         return values
 
     def _slot_of(self, need: Any) -> Any:
@@ -343,9 +359,7 @@ class _Heterogeneous:
         if memory >= self.full[i, stop]:
             return float(self.full_seconds[i, stop])
         m = (memory - self.offset) // self.unit
-        if m < self.begin[i, stop]:
-            return float(self.least_seconds[i, stop])
-        return float(self.beyond[i, stop] if m >= self.width else self.rows[i][stop - i, m])
+        return float(self.least_seconds[i, stop] if m < self.begin[i, stop] else self.rows[i][stop - i, m])
 
 
 def _intervals(length: int) -> Iterator[tuple[int, int]]:
@@ -356,32 +370,6 @@ def _intervals(length: int) -> Iterator[tuple[int, int]]:
 def _may_enable(length: int, attached: bool, i: int, stop: int) -> bool:
     """Whether [i, stop) may begin with Fe_i: if `attached`, or if nothing but the loss runs between Fe_i and B_i."""
     return attached or stop == i + 1 or (i == length - 1 and stop == length + 1)
-
-
-def _stage_needs(costs: Costs) -> Ints:
-    """Return bytes that Fe_i and B_i need in [i, stop), by (1 if a_i is part of ā_i, else 0; i; stop): [2, L, L+2]."""
-    length = len(costs.activation) - 1
-    backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
-    backward[0, :, -1] = costs.backward_need[0]
-    base = np.concatenate([[0], costs.base])  # by stop; no interval stops at 0
-    needs: Ints = np.maximum(base + costs.forward_need[None, :, None], backward - costs.released[:, :, None])
-    return needs
-
-
-def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
-    """Return the bytes from which on [i, stop) can store every checkpoint, and its seconds then: [L+2, L+2] each."""
-    length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
-    full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
-    full[length, length + 1] = costs.loss_need
-    for i, stop in _intervals(length):
-        if _may_enable(length, attached, i, stop):
-            full[i, stop] = max(needs[state, i, stop], costs.taken[state, i] + full[i + 1, stop])
-            seconds[i, stop] = seconds[i + 1, stop]
-        else:
-            need = max(costs.base[stop - 1] + costs.check_need[i, i + 1], needs[0, i, i + 1])
-            full[i, stop] = max(need, costs.activation[i + 1] + full[i + 1, stop])
-            seconds[i, stop] = costs.split[i + 1] - costs.run[i] + seconds[i + 1, stop]
-    return full, seconds
 
 
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:

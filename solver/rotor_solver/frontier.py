@@ -22,6 +22,7 @@ from rotor_solver.described_error import (
     InvalidValueError,
     bytes_of_limit,
     check_count,
+    is_number,
     listed,
     within_memory,
 )
@@ -77,7 +78,7 @@ class Frontier:
 
         Raises ValueError if `overhead` < 0, or if none of the frontier's limits allows a step that fast.
         """
-        if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
+        if not is_number(overhead) or not overhead >= 0:
             raise InvalidValueError(f"overhead must be ≥ 0, got {overhead!r}", kind="not_an_overhead", name="overhead")
         for limit, made in self:
             if made <= self.stored * (1 + overhead):

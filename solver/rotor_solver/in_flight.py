@@ -23,6 +23,8 @@ from rotor_solver.described_error import (
     listed,
     within_memory,
 )
+from rotor_solver.grouping import coarse_chain, joined
+from rotor_solver.least_memory import costs_of, least_kept, least_memory
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, recompute_all, store_all
 from rotor_solver.sequence import Loss, Operation, Sequence, check_sequence
@@ -124,30 +126,22 @@ def simulate_forwards(
     if sorted(map(str, order)) != sorted(map(str, 3 * forwards)):
         message = f"order must name each of {len(sequences)} forwards three times, got {order}"
         raise InvalidValueError(message, kind="wrong_order", name="order")
-    running: dict[int, _RunningForward] = {}
+    running: dict[int, tuple[Machine, Iterator[range]]] = {}
     peak = 0
     for number in order:
         if number not in running:
-            running[number] = _RunningForward(chain, sequences[number])
-        others = sum(each.held for other, each in running.items() if other != number)
-        peak = max(peak, others + running[number].go_on())
-    return ForwardsSimulation(sum(each.machine.seconds for each in running.values()), peak)
+            loss, end = sequences[number].index(Loss()), len(sequences[number])
+            parts = iter((range(loss), range(loss, loss + 1), range(loss + 1, end)))
+            running[number] = Machine(chain, sequences[number]), parts
+        machine, parts = running[number]
+        others = sum(_held(each) for each, _ in running.values() if each is not machine)
+        peak = max(peak, others + max([_held(machine), *map(machine.run, next(parts))]))
+    return ForwardsSimulation(sum(machine.seconds for machine, _ in running.values()), peak)
 
 
-class _RunningForward:
-    def __init__(self, chain: Chain, sequence: Sequence) -> None:
-        self.machine, self._chain = Machine(chain, sequence), chain
-        loss = sequence.index(Loss())
-        self._parts = iter((range(loss), range(loss, loss + 1), range(loss + 1, len(sequence))))
-
-    def go_on(self) -> int:
-        """Run the next part (forward, loss, backward); return the most bytes in memory while it runs."""
-        return max([self.held, *map(self.machine.run, next(self._parts))])
-
-    @property
-    def held(self) -> int:
-        """Bytes in memory now. Includes the input to the end, as the caller keeps it; `Machine` drops it at B_0."""
-        return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
+def _held(machine: Machine) -> int:
+    """Return the bytes in memory now, with the input to the end, as the caller keeps it; `machine` drops it at B_0."""
+    return machine.held + (machine.chain.input_bytes if 0 in machine.deltas and len(machine.chain) else 0)
 
 
 def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
@@ -267,30 +261,15 @@ def _least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
 
 def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
     """Return the least limit for any order, and the `room` of `with_room_at_loss` with which a plan attains it."""
-    left = Footprint.of(chain, store_all(chain)).left
-
-    def least_peak(room: int) -> int:
-        return min_bytes(with_room_at_loss(chain, room))
-
-    def need(peak: int, kept: int) -> int:
-        return (forwards - 1) * max(kept, left) + max(peak, left)
-
-    # As the room grows, the peak does not fall, and the peak less the room does not rise: so the ends of a range of
-    # rooms bound the need inside it. More room than the peak of storing all plus the largest scratch is no help.
-    stored = simulate(chain, store_all(chain)).peak
-    rooms = 0, stored, stored + max((stage.temp_without_graph for stage in chain), default=0)
-    peaks = [least_peak(room) for room in rooms]
-    best = min((need(peak, peak - room), room) for peak, room in zip(peaks, rooms, strict=True))
-    pending = [(rooms[at], peaks[at], rooms[at + 1], peaks[at + 1]) for at in (1, 0)]
-    while pending:
-        low, low_peak, high, high_peak = pending.pop()
-        if high - low <= 1 or need(low_peak, high_peak - high) >= best[0]:
-            continue
-        middle = (low + high) // 2
-        peak = least_peak(middle)
-        best = min(best, (need(peak, peak - middle), middle))
-        pending += [(low, low_peak, middle, peak), (middle, peak, high, high_peak)]
-    return best
+    if (groups := joined(chain)) is not None:
+        return _least_for_any_order(coarse_chain(chain, groups), forwards)
+    costs, left = costs_of(chain), Footprint.of(chain, store_all(chain)).left
+    found = []
+    for kept, most, *_ in least_kept(costs, least_memory(costs)):
+        room = most - kept - chain.activation[-1]
+        kept, peak = chain.input_bytes + most - room, chain.input_bytes + most
+        found.append(((forwards - 1) * max(kept, left) + max(peak, left), room))
+    return min(found)
 
 
 # Number of intervals from 0 to the limit, whose inner ends are tried first as `room`. Not measured; each costs a solve.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +125,48 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
     need = np.maximum(costs.base[last] + costs.check_need[i, stop], costs.activation[stop] + least[0, stop, last])
     fits = np.maximum(need, least[state, i, i:last]) <= enough
     return -(i + 1 + int(fits.argmax()))
+
+
+# Of an interval that ends at the loss: bytes kept, bytes needed, the code of a choice, and the label of the next such
+# interval. A tuple, not a class, since a chain may have thousands of labels.
+Label = tuple[int, int, int, Any]
+
+
+def least_kept(costs: Costs, least: Ints) -> list[Label]:
+    """Return the Pareto front of sequences by the bytes that they keep up to the loss, and by their least memory.
+
+    Neither counts a_0. The front of every interval that ends at the loss comes from those of the later ones; `least` is
+    `least_memory(costs)`.
+    """
+    length = len(costs.activation) - 1
+    found: list[list[list[Label]]] = [[[], []] for _ in range(length + 1)]  # by i and state
+    found[length] = [[(0, int(costs.loss_need), 0, ())]] * 2
+    for i in reversed(range(length)):
+        found[i][0] = _front(costs, least, found, 0, i)
+        same = costs.released[0, i] == costs.released[1, i]
+        found[i][1] = found[i][0] if same else _front(costs, least, found, 1, i)
+    return found[0][0]
+
+
+def _front(costs: Costs, least: Ints, found: list[list[list[Label]]], state: int, i: int) -> list[Label]:
+    length = len(costs.activation) - 1
+    base = int(costs.base[length])
+    labels: list[Label] = []
+    for k in range(costs.first[i], costs.first[i + 1]):
+        size = int(costs.taken[state, k])
+        backward = int(costs.backward_need[0, k] - costs.released[state, i])
+        most, choice = max(base + int(costs.forward_need[k]), backward), int(k - costs.first[i])
+        labels += [(size + rest[0], max(most, size + rest[1]), choice, rest) for rest in found[i + 1][1]]
+    for j in range(i + 1, length + 1):
+        size = int(costs.activation[j])
+        most = max(base + int(costs.check_need[i, j]), int(least[state, i, j - 1]))
+        labels += [(size + rest[0], max(most, size + rest[1]), -j, rest) for rest in found[j][0]]
+    kept: list[Label] = []
+    labels.sort()
+    for label in labels:
+        if not kept or label[1] < kept[-1][1]:
+            kept.append(label)
+    return kept
 
 
 # Function of (state, i, l) that returns the code of the choice for the interval [i, l], with a_i in this state

@@ -23,6 +23,9 @@ def reached(begin: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T
     return found
 
 
+_UNBOUNDED = 2**100  # capacity: more than that of all bounded edges together
+
+
 class Network:
     """Nodes and directed edges; node 0 is the source and node 1 the sink."""
 
@@ -31,23 +34,17 @@ class Network:
         # Edge e goes to node `_to[e]` and has residual capacity `_left[e]`; e ^ 1 is its reverse.
         self._to: list[int] = []
         self._left: list[int] = []
-        self._unbounded: list[int] = []
         self._edges: list[list[int]] = [[], []]  # By node, the edges that begin there
 
     def add_edge(self, begin: Hashable, end: Hashable, capacity: int | None = None) -> None:
         """Add an edge. Without a `capacity`, it is unbounded, so no minimum cut goes through it."""
-        if capacity is None:
-            self._unbounded.append(len(self._to))
-        for point, other, left in ((begin, end, capacity or 0), (end, begin, 0)):
+        for point, other, left in ((begin, end, _UNBOUNDED if capacity is None else capacity), (end, begin, 0)):
             self._edges[self._at(point)].append(len(self._to))
             self._to.append(self._at(other))
             self._left.append(left)
 
     def behind_least_cut(self) -> set[Hashable]:
         """Return the nodes on the sink's side of a minimum cut; of several minimum cuts, the one with fewest nodes."""
-        endless = 1 + sum(self._left)  # more than the capacity of all bounded edges together
-        for edge in self._unbounded:
-            self._left[edge] = endless
         while (distance := self._distances())[0] >= 0:
             self._fill(distance)
         return {point for point, number in self._number.items() if distance[number] >= 0}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from rotor_solver.chain import Chain
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import (
-    Backward,
     ForwardCheck,
     ForwardEnable,
     ForwardNograd,
@@ -54,7 +53,6 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     simulate(chain, sequence)  # raises ValueError, naming the operation, if the sequence is not valid
     machine = Machine(chain, sequence)
     ran: set[int] = set()
-    left = 0
     found = []
     for position, operation in enumerate(sequence):
         if sequence.moves is not None:
@@ -69,11 +67,10 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
             for index, kept in machine.attached.items()
         }
         again = False
-        if isinstance(operation, Backward):
-            left += chain.stages[operation.stage].gradient
         if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
             again = operation.stage in ran
             ran.add(operation.stage)
+        inputs, output = dict(machine.plain), chain.activation[-1] if machine.output == "caller" else 0
         found.append(
             Moment(
                 operation=operation,
@@ -82,10 +79,10 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
                 again=again,
                 during=during,
                 after=machine.held,
-                inputs=dict(machine.plain),
+                inputs=inputs,
                 attached=attached,
-                output=chain.activation[-1] if machine.output == "caller" else 0,
-                gradients=left + sum(chain.activation[index] for index in machine.deltas),
+                output=output,
+                gradients=machine.held - sum(inputs.values()) - sum(attached.values()) - output,
             )
         )
     return tuple(found)

@@ -88,35 +88,22 @@ def priced(chain: Chain, price: float) -> Chain:
     return replace(chain, stages=tuple(stages))
 
 
-class Line(NamedTuple):
-    """A lower bound of a step's seconds that is linear in the moved bytes: `seconds` + `slope` · bytes."""
-
-    seconds: float
-    slope: float
-
-    def at(self, moved: float) -> float:
-        return self.seconds + self.slope * moved
-
-
 def lower_bound(chain: Chain, link: Link, found: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """Return (moved bytes, seconds), the bound and where it is reached; `found`: (price, D(price)) of priced chains."""
     out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
     forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
     least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
     stored = sum(min(o.forward_time + o.backward_time for o in stage.options) for stage in chain) + chain.loss_time
-    lines = [Line(stored, 0), Line(least, back), Line(0.0, out + back)]
+    lines = [(stored, 0.0), (least, back), (0.0, out + back)]  # (seconds, slope): a bound is seconds + slope · bytes
     for price, bound in found:
-        lines += [Line(bound, -price), Line(bound - most, out - price)]
-    return lowest_point(lines)
-
-
-def lowest_point(lines: list[Line]) -> tuple[float, float]:
-    """Return (moved bytes, seconds), the point with moved bytes ≥ 0 at which the highest of all lines is lowest."""
+        lines += [(bound, -price), (bound - most, out - price)]
     crossings = [0.0]
-    for one, other in combinations(lines, 2):
-        if one.slope != other.slope:
-            crossings.append(max(0.0, (other.seconds - one.seconds) / (one.slope - other.slope)))
-    return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
+    for (one, slope), (other, another) in combinations(lines, 2):
+        if slope != another:
+            crossings.append(max(0.0, (other - one) / (slope - another)))
+    # The highest line is lowest where two lines cross, or without moved bytes.
+    points = ((moved, max(seconds + slope * moved for seconds, slope in lines)) for moved in crossings)
+    return min(points, key=lambda point: point[1])
 
 
 _CLOSE = 0.005  # Gap of a plan, as a share, at which the search ends: stage times err by more

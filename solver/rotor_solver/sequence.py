@@ -89,11 +89,6 @@ class Moves:
     wait_out: tuple[tuple[int, ...], ...]
     fetch: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def none(cls, operations: int) -> Moves:
-        """Return the empty moves of a sequence of `operations` operations that offloads nothing."""
-        return cls(((),) * operations, ((),) * operations)
-
     @property
     def stages(self) -> frozenset[int]:
         """The stages that are offloaded (Rule 1)."""

@@ -346,7 +346,6 @@ def test_with_run_the_script_ends_as_it_ends_by_itself(script):
         ("def main():\n    model = sample = 1", False),
         ("match x:\n    case {'a': (3 as model), **sample}: pass", True),
         ("if __name__ == '__main__' or x:\n    model = sample = 1", True),
-        ("if __name__ == '__main__' and x:\n    model = sample = 1", False),
         ("locals()['model'] = 1", True),
         ("import sys\nsys.modules[__name__].model = 1", True),
         ("[sample for model in x]\nsample.model = 1", False),

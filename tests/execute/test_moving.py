@@ -86,7 +86,7 @@ def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> boo
         (ALL, ONE_AT_A_TIME, 3),
         (ALL, EARLY, 3),
         (MIXED, moves_of(12, {1: [0], 5: [3]}, {5: [3], 10: [0]}), 2),
-        (ALL, Moves.none(9), 0),
+        (ALL, Moves(((),) * 9, ((),) * 9), 0),
     ],
 )
 def test_gradients_are_those_of_plain_training_bit_for_bit(sequence: Sequence, moves: Moves, moved: int, tier) -> None:

@@ -44,7 +44,7 @@ def mixed(report: Report) -> Report:
         f"Fe_0^1, Fe_1^2, Fe_2^3, Fe_3^4, CF_4, {', '.join(f'Fe_{k}' for k in rest)}, L, "
         f"{', '.join(f'B_{k}' for k in reversed(rest))}, Fe_4, B_4, B_3, B_2, B_1, B_0"
     )
-    empty = Moves.none(len(sequence))
+    empty = Moves(((),) * len(sequence), ((),) * len(sequence))
     out, back = ([*each] for each in (empty.wait_out, empty.fetch))
     out[8], back[16] = (3,), (3,)
     moving = replace(sequence, moves=Moves(tuple(out), tuple(back)))

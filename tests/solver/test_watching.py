@@ -19,7 +19,6 @@ def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str) 
     with watched(lambda *state: told.append(state)):
         found = filled_table(chain, 0.4, 200)
     told = [state for state in told if state[2] != PREPARING]
-    assert found.pairs == expected.pairs
     assert found.lower_bound(found.room) == expected.lower_bound(expected.room)
     assert np.array_equal(found.later(), expected.later())
     done = [state[0] for state in told]

@@ -87,34 +87,20 @@ def between_slots(
 
 
 @compiled()
-def descend(
-    flat: np.ndarray,
-    rows: Any,
-    least: Any,
-    full: Any,
-    costs: Any,
-    grid: Any,
-    cut: float,
-    memory: int,
-    blend: float,
-    enough: float,
-) -> tuple[np.ndarray, float]:
+def descend(table: Any, cut: float, memory: int, blend: float, enough: float) -> tuple[list[int], float]:
     """Return the choices of a sequence for `memory` bytes, and how much longer it takes than storing everything.
 
     Memory is counted in exact bytes; the table only tells which choices are fast. A choice is allowed only if each of
     its parts gets its exact least memory, so that the sequence fits if `memory` is at least least[0, 0, L]. Choices are
     coded as in the docstring of this file, in the order in which `operations_of` asks for them. Returns no choices and
-    an infinite time if the sequence takes more than `enough`.
+    an infinite time if the sequence takes more than `enough`. `table` is (flat, rows, least, full, costs, grid).
     """
+    flat, rows, least, full, costs, grid = table
     length = len(grid.band)
-    choices = np.empty(4 * length + 16, np.int64)  # doubled below when it is full, as the number of choices is unknown
-    # [pending, 4] state, i, l and bytes of pending intervals: at most one for each stage and the loss, as none overlap.
-    stack = np.empty((2 * length + 16, 4), np.int64)
-    count, depth, seconds = 0, 1, 0.0
-    stack[0] = np.array([0, 0, length, memory])
-    while depth > 0:
-        depth -= 1
-        state, i, last, m = stack[depth]
+    choices = [0 for _ in range(0)]
+    pending, seconds = [(0, 0, length, memory)], 0.0  # state, i, l and bytes of intervals
+    while len(pending) > 0:
+        state, i, last, m = pending.pop()
         if i > last or i == length:
             continue
         row, s = 0 if last == length else 1, grid.node[state][i]
@@ -142,20 +128,14 @@ def descend(
                 whole += estimate(flat, rows, full, grid, s, j - 1, m, blend, cut)
             if whole < best:
                 best, choice = whole, -j
-        if count == len(choices):
-            choices = np.concatenate((choices, np.empty_like(choices)))
-        choices[count] = choice
-        count += 1
+        choices.append(choice)
         if choice >= 0:
             seconds += costs.extra[costs.first[i] + choice]
-            if last > i:
-                stack[depth] = np.array([1, i + 1, last, m - costs.taken[state][costs.first[i] + choice]])
-                depth += 1
+            pending.append((1, i + 1, last, m - costs.taken[state][costs.first[i] + choice]))
         else:
             seconds += costs.split[-choice] - costs.run[i]
-            stack[depth] = np.array([state, i, -choice - 1, m])
-            stack[depth + 1] = np.array([0, -choice, last, m - costs.activation[-choice]])
-            depth += 2
+            pending.append((state, i, -choice - 1, m))
+            pending.append((0, -choice, last, m - costs.activation[-choice]))
         if seconds > enough:
             return choices[:0], np.inf
-    return choices[:count], seconds
+    return choices, seconds

@@ -89,7 +89,6 @@ class Grid(NamedTuple):
     stop: Ints  # [L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1
     base: Ints  # [L+1] bytes: the least `costs.base` of stages l … stop[l]-1
     tail: int  # Index of the first of the rows that end at the loss; they follow all other rows
-    fastest: Ints  # [L] index of every stage's fastest option among the options of all stages
 
 
 class Rows(NamedTuple):
@@ -160,7 +159,6 @@ def grid_of(
         stop=stop.astype(np.int64),
         base=base,
         tail=tail,
-        fastest=fastest,
     )
 
 
@@ -319,9 +317,7 @@ class Problem:
         self.chain, self.costs = chain, (costs := costs_of(chain))
         self.stored = store_all(chain).lower_bound or 0.0  # Seconds of storing everything
         self.least = least_memory(costs)
-        options = map(range, costs.first[:-1].tolist(), costs.first[1:].tolist())  # by stage
-        fastest = [min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in options]
-        self.fastest = np.array(fastest, np.int64)
+        self.fastest = costs.first[:-1] + np.array([stage.fastest_option for stage in chain], np.int64)
         # [2, L+1, L+1] bytes, by (state, i, l), from which on the whole interval is stored.
         self.full = full_memory(costs, self.fastest)
         self.kinds = kinds_of(chain)

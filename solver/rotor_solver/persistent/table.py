@@ -93,15 +93,14 @@ class Table:
         self.owner = owner  # [rows] the row whose times a row shares; itself if it has its own
         self.windowed = windows is not None  # If so, times are lower bounds only for plans inside the windows
         self.values: Any = None  # [size] the times of all rows: `flat` of the kernels
-        self.pairs = 0  # Pairs of slots visited
 
     def fill(self) -> None:
         self.values = np.empty(self.size, np.float64)
         tables = self.rows, self.costs, self.grid, self.owner
         kernels, (rows, costs, grid, owner) = kernels_for(_KERNELS, self.plain_seconds, *tables)
-        self.pairs = int(kernels.fill(self.values, rows, costs, grid, owner, 0, 0))  # fills nothing: only compiles
+        kernels.fill(self.values, rows, costs, grid, owner, 0, 0)  # fills nothing: only compiles
         for begin, end in self._portions():
-            self.pairs += int(kernels.fill(self.values, rows, costs, grid, owner, begin, end))
+            kernels.fill(self.values, rows, costs, grid, owner, begin, end)
         kernels.fill_tails(self.values, rows, costs, grid)
         self.rows = self.rows._replace(begin=np.asarray(rows.begin), final=np.asarray(rows.final))
 
@@ -168,10 +167,10 @@ class Table:
         kernels, tables = kernels_for(_DESCENT, 2.5e-6 * len(self.grid.band) ** 2, *arrays)
         best, found = float(enough / self.scale), None
         for blend in _BLENDS:
-            choices, seconds = kernels.descend(self.values, *tables, _CUT, room, blend, best)
+            choices, seconds = kernels.descend((self.values, *tables), _CUT, room, blend, best)
             if seconds < best:
                 best, found = seconds, choices
         if found is None:
             return None, enough
-        codes = iter(found.tolist())
+        codes = iter(found)
         return Sequence(operations_of(len(self.grid.band), lambda *_: next(codes))), best * self.scale

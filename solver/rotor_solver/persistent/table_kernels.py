@@ -201,10 +201,10 @@ def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int,
 
 
 @compiled()
-def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
-    """Lower the times of the row (s, last) to those with a checkpoint; return the number of pairs of slots visited."""
+def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> None:
+    """Lower the times of the row (s, last) to those with a checkpoint."""
     i, offset, begin, high = grid.stage[s], grid.offset[s], rows.begin[row], rows.high[row]
-    lefts, rights, needs, pairs = grid.row[s], grid.after[last], costs.check_need[i], 0
+    lefts, rights, needs = grid.row[s], grid.after[last], costs.check_need[i]
     for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
         # The forwards up to a_j take split[j] - run[i]. With a later j they may take less, as stage j-1 skips its
         # output. So compare `split_floor`, the least for all later j, before the loop ends.
@@ -220,9 +220,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
         low = max(low, slot_of(grid.base[last] + needs[j], grid.unit, offset))
         # Slot `low` has the longest time: if the forwards alone take as long, the checkpoint lowers no time.
         if low < high and floor < flat[rows.position[row] + low]:
-            pairs += high - low
             split(flat, rows, row, left, right, shift, low, high, costs.split[j] - costs.run[i])
-    return pairs
 
 
 @compiled()
@@ -238,17 +236,16 @@ def finish_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
 
 
 @compiled()
-def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
-    """Fill the row (s, last); all rows that it reads must be complete. Return the number of pairs of slots visited."""
+def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> None:
+    """Fill the row (s, last); all rows that it reads must be complete."""
     if rows.limit[row] < 0:
-        return 0
+        return
     i, out = grid.stage[s], rows.position[row]
     flat[out + rows.begin[row] : out + rows.high[row]] = np.inf
     for k in range(costs.first[i], costs.first[i + 1]):
         enable(flat, rows, costs, grid, s, row, last, k)
-    pairs = checkpoints(flat, rows, costs, grid, s, row, last)
+    checkpoints(flat, rows, costs, grid, s, row, last)
     finish_row(flat, rows, grid.width, row)
-    return pairs
 
 
 @compiled()
@@ -263,7 +260,7 @@ def row_of_length(grid: Any, s: int, distance: int) -> int:
 
 
 @compiled()
-def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: int, end: int) -> int:
+def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: int, end: int) -> None:
     """Fill Opt(i, l, m), the seconds of [i, l] in m slots minus those of storing it, in the unit of the table:
 
         Opt(L, L, m) = 0                                                if m ≥ loss_need
@@ -276,19 +273,17 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
     with exact sizes fits with these, too. Times above rows.limit count as infinite (`layout.rows_of`).
 
     Fills the rows of intervals with begin ≤ l - i < end, l < L; the rows of all shorter intervals must be complete.
-    `fill_tails` fills the rows that end at the loss. Returns the number of pairs of slots visited.
+    `fill_tails` fills the rows that end at the loss.
     """
-    pairs = 0
     for distance in range(begin, end):
         for s in range(len(grid.stage) - 1):
             row = row_of_length(grid, s, distance)
             if row >= 0 and owner[row] == row:
-                pairs += fill_row(flat, rows, costs, grid, s, row, grid.last[row])
+                fill_row(flat, rows, costs, grid, s, row, grid.last[row])
         for s in range(len(grid.stage) - 1):  # rows with another owner share its times; copy its `begin` and `final`
             row = row_of_length(grid, s, distance)
             if row >= 0:
                 rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
-    return pairs
 
 
 @compiled()
@@ -328,34 +323,22 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
     needed = np.zeros(count, np.bool_)  # [rows] whether a plan within `cut` can have the row's interval
     needed[tail] = True
     out[rows.position[tail] + min(grid.width - 1, rows.high[tail])] = 0
+    table, found = (flat, rows, owner, costs, grid), (out, needed, low, high, outside)
     for s in range(len(grid.stage) - 1):
         if needed[tail + s]:
-            hand_down(flat, out, rows, owner, needed, costs, grid, s, tail + s, cut, low, high, outside)
+            hand_down(table, found, s, tail + s, cut)
     for last in range(length - 1, -1, -1):
         for s in range(grid.node[1][last] + 1):
             row = grid.row[s][last]
             if row >= 0 and grid.last[row] == last and needed[row]:
-                hand_down(flat, out, rows, owner, needed, costs, grid, s, row, cut, low, high, outside)
+                hand_down(table, found, s, row, cut)
     return low[owner], high[owner], outside[owner]
 
 
 @compiled()
-def hand_down(
-    flat: np.ndarray,
-    out: np.ndarray,
-    rows: Any,
-    owner: np.ndarray,
-    needed: np.ndarray,
-    costs: Any,
-    grid: Any,
-    s: int,
-    row: int,
-    cut: float,
-    lows: np.ndarray,
-    highs: np.ndarray,
-    outside: np.ndarray,
-) -> None:
+def hand_down(table: Any, found: Any, s: int, row: int, cut: float) -> None:
     """Complete a row of `out`, record its useful slots, and pass its times down to the parts of its interval."""
+    (flat, rows, owner, costs, grid), (out, needed, lows, highs, outside) = table, found
     i, state, last = grid.stage[s], grid.state[s], grid.last[row]
     begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
     if begin >= grid.width:
@@ -389,25 +372,16 @@ def hand_down(
             first = max(low, rows.begin[left], rows.begin[right] + shift)
             first = max(first, slot_of(grid.base[last] + costs.check_need[i][j], grid.unit, grid.offset[s]))
             seconds = costs.split[j] - costs.run[i]
-            if hand_to_both(flat, out, rows, at, left, right, shift, first, high, seconds, cut):
+            if hand_to_both(flat, out, rows, at, (left, right, shift), first, high, seconds, cut):
                 needed[owner[left]] = needed[owner[right]] = True
 
 
 @compiled()
 def hand_to_both(
-    flat: np.ndarray,
-    out: np.ndarray,
-    rows: Any,
-    at: int,
-    left: int,
-    right: int,
-    shift: int,
-    low: int,
-    high: int,
-    seconds: float,
-    cut: float,
+    flat: np.ndarray, out: np.ndarray, rows: Any, at: int, parts: Any, low: int, high: int, seconds: float, cut: float
 ) -> bool:
     """Pass times of slots low … high-1 to both parts of an interval; return whether such a plan takes at most `cut`."""
+    left, right, shift = parts
     left_at, right_at = rows.position[left], rows.position[right] - shift
     left_end, right_end = left_at + rows.high[left], right_at + rows.high[right] + shift
     left_final, right_final = rows.final[left], rows.final[right]

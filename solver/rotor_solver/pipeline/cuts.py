@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rotor_solver.chain import Chain, check_chain, checked_size
+from rotor_solver.chain import LARGEST_SIZE, Chain, check_chain, checked_size
 from rotor_solver.described_error import (
     InfeasibleError,
     InvalidValueError,
@@ -157,10 +157,7 @@ class PartCosts:
         if not self._shared:
             least = least_in_flight(part.chain, part.flying.forwards)[0]
             return part.beside_bytes + least - self.divided.share(number)
-        enough = 1
-        while not self._fits(number, part, enough):
-            enough *= 2
-        return bisect_left(range(enough), True, key=partial(self._fits, number, part))
+        return bisect_left(range(LARGEST_SIZE), True, key=partial(self._fits, number, part))
 
     def part(self, number: int, begin: int, end: int) -> Part:
         sequence = self._solve(self._key(number, begin, end))

@@ -5,14 +5,14 @@ The simulation reads the order of actions and the costs of one microbatch, and u
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rotor_solver.chain import Chain, Stage
 from rotor_solver.described_error import InvalidValueError
-from rotor_solver.pipeline.schedules import Action, InFlight, Kind, Schedule, buffer_bytes, in_flight
+from rotor_solver.pipeline.schedules import Action, InFlight, Kind, Schedule, buffer_bytes, in_flight, waiting
 from rotor_solver.pipeline.sequences import Microbatch, bytes_in_flight
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
@@ -22,17 +22,13 @@ _FOR_WEIGHTS = 0.5  # Share of a backward's time, without recomputation, for the
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action of a rank, from `begin` to `end` in seconds.
-
-    `peak_bytes` is the rank's peak during the action, `after_bytes` its memory after it.
-    """
+    """An action of a rank, from `begin` to `end` in seconds, with the rank's peak meanwhile."""
 
     action: Action
     rank: int
     begin: float
     end: float
     peak_bytes: int
-    after_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,42 +50,25 @@ class Timeline:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
 
-class _RankMemory:
-    def __init__(self, schedule: Schedule, parts: Several[Part], rank: int) -> None:
-        self._parts = {number: part for number, part in enumerate(parts) if schedule.rank_of(number) == rank}
-        self._forwards: Counter[int] = Counter()
-        self._weights: Counter[int] = Counter()
-        self._trained: set[int] = set()
-
-    def run(self, action: Action) -> tuple[int, int]:
-        """Return the peak in bytes during the action, and the bytes after it."""
-        number, kind = action.part, action.kind
-        part = self._parts[number]
-        one = part.microbatch
-        self._forwards[number] -= kind in ("B", "I")
-        self._weights[number] -= kind == "W"
-        own = {"F": one.forward_peak, "W": part.waiting_bytes}.get(kind, one.backward_peak)
-        most = self._held() + own
-        self._forwards[number] += kind == "F"
-        self._weights[number] += kind == "I"
-        if kind in ("B", "W"):
-            self._trained.add(number)
-        return most, self._held()
-
-    def _held(self) -> int:
-        return sum(
-            part.fixed_bytes
-            + (part.left_bytes if number in self._trained else 0)
-            + self._forwards[number] * part.microbatch.kept_bytes
-            + self._weights[number] * part.waiting_bytes
-            for number, part in self._parts.items()
-        )
+def _peaks(schedule: Schedule, parts: Several[Part], rank: int) -> Iterator[int]:
+    """Yield the rank's peak in bytes during each of its actions."""
+    own = [(number, part) for number, part in enumerate(parts) if schedule.rank_of(number) == rank]
+    trained: set[int] = set()
+    for action, forwards, weights in waiting(schedule, rank):
+        one = parts[action.part].microbatch
+        peak = {"F": one.forward_peak, "W": parts[action.part].waiting_bytes}.get(action.kind, one.backward_peak)
+        for number, part in own:
+            peak += part.fixed_bytes + (part.left_bytes if number in trained else 0)
+            peak += forwards[number] * part.microbatch.kept_bytes + weights[number] * part.waiting_bytes
+        if action.kind in ("B", "W"):
+            trained.add(action.part)
+        yield peak
 
 
 def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
     """Return the simulated step of a pipeline. Sending takes no time. Raises ValueError if the schedule deadlocks."""
     orders = [schedule.order(rank) for rank in range(schedule.ranks)]
-    memory = [_RankMemory(schedule, parts, rank) for rank in range(schedule.ranks)]
+    peaks = [_peaks(schedule, parts, rank) for rank in range(schedule.ranks)]
     ends: dict[tuple[Kind, int, int], float] = {}
     free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
     events: list[Event] = []
@@ -105,7 +84,7 @@ def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
                 end = begin + _seconds(action, parts[action.part])
                 done: Kind = "I" if action.kind == "B" else action.kind
                 ends[done, action.part, action.microbatch] = free[rank] = end
-                events.append(Event(action, rank, begin, end, *memory[rank].run(action)))
+                events.append(Event(action, rank, begin, end, next(peaks[rank])))
                 position[rank] += 1
         if len(events) == before:
             message = f"schedule {schedule.name} deadlocks: the next action of every rank waits for another rank"

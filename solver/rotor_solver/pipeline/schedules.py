@@ -10,7 +10,7 @@ parts r, r + P, r + 2P, … of the chain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,20 +138,26 @@ def in_flight(schedule: Schedule) -> list[InFlight]:
     """Return, for each part of the chain, the most microbatches in flight at once, counted in its rank's actions."""
     found = [InFlight(1)] * schedule.parts
     for rank in range(schedule.ranks):
-        forwards: Counter[int] = Counter()
-        weights: Counter[int] = Counter()
-        for action in schedule.order(rank):
-            part, kind = action.part, action.kind
-            # Count the microbatches that wait during the action. Its own, which runs, is added below.
-            forwards[part] -= kind in ("B", "I")
-            weights[part] -= kind == "W"
-            most = found[part]
-            found[part] = InFlight(
-                max(most.forwards, forwards[part] + 1), max(most.weights, weights[part]), most.split or kind == "I"
-            )
-            forwards[part] += kind == "F"
-            weights[part] += kind == "I"
+        for action, forwards, weights in waiting(schedule, rank):
+            part = action.part
+            most, split = found[part], found[part].split or action.kind == "I"
+            # The action's own microbatch, which runs, is in flight, too.
+            found[part] = InFlight(max(most.forwards, forwards[part] + 1), max(most.weights, weights[part]), split)
     return found
+
+
+def waiting(schedule: Schedule, rank: int) -> Iterator[tuple[Action, Counter[int], Counter[int]]]:
+    """Yield a rank's actions, each with the numbers of other microbatches, by part, that wait while it runs.
+
+    The first number is of those that wait for a backward, the second of those that wait for one for the weights only.
+    """
+    forwards, weights = Counter[int](), Counter[int]()
+    for action in schedule.order(rank):
+        forwards[action.part] -= action.kind in ("B", "I")
+        weights[action.part] -= action.kind == "W"
+        yield action, forwards, weights
+        forwards[action.part] += action.kind == "F"
+        weights[action.part] += action.kind == "I"
 
 
 def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight) -> int:

@@ -8,8 +8,7 @@ limit - (k - 1) · K bytes. All values of K are tried, from least to most. For e
                    determine the free bytes of M, which are M - K more. Each choice takes bytes from both.
     [i, l], l < L  after the loss. No bytes are kept for it any more, so the interval may use all free bytes of M.
 
-`least_in_flight` has the exact least limit, from the Pareto front of (bytes kept from forward to backward, bytes that
-the running microbatch needs) for every [i, L].
+`least_in_flight` has the exact least limit, from `least_kept`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import check_fits
 from rotor_solver.in_flight import with_room_at_loss
-from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
+from rotor_solver.least_memory import Costs, Label, costs_of, least_choice, least_kept, least_memory, operations_of
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, store_all
 from rotor_solver.sequence import Backward, Loss, Sequence
@@ -53,7 +52,6 @@ class Microbatch:
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
-        simulate(chain, sequence)  # raises ValueError, naming the operation, if the sequence is not valid
         machine = Machine(chain, sequence)
         kept, stored = chain.input_bytes, 0.0
         peaks, seconds = {False: kept, True: 0}, {False: 0.0, True: 0.0}  # by whether the loss has begun
@@ -83,11 +81,11 @@ def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
     least = least_memory(costs)
     start, length = chain.input_bytes, len(chain)
 
-    def total(label: _Label) -> int:
+    def total(label: Label) -> int:
         kept, need, *_ = label
         return bytes_in_flight(start + kept, start + need, count)
 
-    label = best = min(_labels(costs, least), key=total)
+    label = best = min(least_kept(costs, least), key=total)
     choices, stage = {}, 0  # Codes of choices for the intervals that end at the loss, by their first stage
     while label[3]:
         choices[stage] = label[2]
@@ -98,47 +96,6 @@ def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
         return choices[i] if last == length else least_choice(costs, least, state, i, last)
 
     return total(best), Sequence(operations_of(length, choose), "recompute-all")
-
-
-# Of an interval that ends at the loss: bytes kept, bytes needed, the code of a choice, and the label of the next such
-# interval. A tuple, not a class, since there are thousands of labels for every part.
-_Label = tuple[int, int, int, Any]
-
-
-def _labels(costs: Costs, least: Ints) -> list[_Label]:
-    length = len(costs.activation) - 1
-    found: list[list[list[_Label]]] = [[[], []] for _ in range(length + 1)]  # by i and state
-    found[length] = [[(0, int(costs.loss_need), 0, ())]] * 2
-    for i in reversed(range(length)):
-        found[i][0] = _undominated(_choices(costs, least, found, 0, i))
-        same = costs.released[0, i] == costs.released[1, i]
-        found[i][1] = found[i][0] if same else _undominated(_choices(costs, least, found, 1, i))
-    return found[0][0]
-
-
-def _choices(costs: Costs, least: Ints, found: list[list[list[_Label]]], state: int, i: int) -> list[_Label]:
-    length = len(costs.activation) - 1
-    base = int(costs.base[length])
-    labels: list[_Label] = []
-    for k in range(costs.first[i], costs.first[i + 1]):
-        size = int(costs.taken[state, k])
-        backward = int(costs.backward_need[0, k] - costs.released[state, i])
-        most, choice = max(base + int(costs.forward_need[k]), backward), int(k - costs.first[i])
-        labels += [(size + rest[0], max(most, size + rest[1]), choice, rest) for rest in found[i + 1][1]]
-    for j in range(i + 1, length + 1):
-        size = int(costs.activation[j])
-        most = max(base + int(costs.check_need[i, j]), int(least[state, i, j - 1]))
-        labels += [(size + rest[0], max(most, size + rest[1]), -j, rest) for rest in found[j][0]]
-    return labels
-
-
-def _undominated(labels: list[_Label]) -> list[_Label]:
-    kept: list[_Label] = []
-    labels.sort()
-    for label in labels:
-        if not kept or label[1] < kept[-1][1]:
-            kept.append(label)
-    return kept
 
 
 # Upper bound of a table's 8-byte entries (160 MB); slots grow to stay below. Not measured; too low slows sequences.

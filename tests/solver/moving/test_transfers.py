@@ -28,7 +28,10 @@ def test_where_nothing_moves_it_is_the_simulator_and_all_bytes_are_saved(chain: 
     stages = (replace(stage, options=options) for stage, options in zip(chain.stages, kept, strict=True))
     stays = replace(chain, stages=tuple(stages))
     for sequence, same in ((store_all(chain), store_all(stays)), (recompute_all(chain), recompute_all(stays))):
-        plain, moved = simulate(chain, sequence), simulate_moves(chain, sequence, Moves.none(len(sequence)), link)
+        plain, moved = (
+            simulate(chain, sequence),
+            simulate_moves(chain, sequence, Moves(((),) * len(sequence), ((),) * len(sequence)), link),
+        )
         assert sequence == same
         assert plain == simulate(stays, sequence)
         assert (moved.makespan, moved.peak, moved.during) == (plain.makespan, plain.peak, plain.during)
@@ -66,7 +69,7 @@ def test_moves_that_break_a_rule_are_refused(out, back, kind: str, stage: int) -
 
 def test_moves_of_another_sequence_and_links_without_a_speed_are_refused() -> None:
     with raises(ValueError, "wrong_length", name="moves", needs=7):
-        simulate_moves(CHAIN, Sequence.parse(TEXT), Moves.none(6), Link(1.0, 1.0))
+        simulate_moves(CHAIN, Sequence.parse(TEXT), Moves(((),) * 6, ((),) * 6), Link(1.0, 1.0))
     for rates in ((0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))):
         with raises(ValueError, "not_a_rate"):
             Link(*rates)

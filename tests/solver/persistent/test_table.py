@@ -179,7 +179,7 @@ def test_the_optimum_lies_inside_their_windows(seed: int, spacing: Spacing, slot
 def test_most_of_a_long_chain_lies_outside_and_the_bound_inside_is_as_good() -> None:
     coarse, inside, everything, good = tables(random_chain(80), 0.2, 300, 4, 1.0)
     assert inside.size < 0.2 * everything.size
-    assert inside.pairs < 0.05 * everything.pairs
+    assert inside.guess < 0.05 * everything.guess
     assert everything.lower_bound(inside.room) <= inside.lower_bound(inside.room) * (1 + 1e-9)
     assert inside.lower_bound(inside.room) <= good
     windows = coarse.windows(coarse.scale)

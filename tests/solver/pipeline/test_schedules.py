@@ -127,7 +127,7 @@ def test_interleaved_has_half_the_bubble_and_recomputation_bytes_and_the_pace_of
     plan = plan_pipeline(uniform(2), 2, AMPLE, 2, fixed=(1000, 2000))
     assert plan.timeline.peaks == (1000 + 12 + (12 + 4 + 4), 2000 + (12 + 4 + 4))
     events = [event for event in plan.timeline.events if event.rank == 0]
-    assert [event.after_bytes - 1000 for event in events] == [12, 24, 12, 0]
+    assert [event.peak_bytes - 1000 for event in events] == [12, 24, 32, 20]
     # The slowest rank sets the pace: the steady state takes as long as it does for each further microbatch.
     chain = Chain.from_arrays([1, 3], [2, 6, 0], [1, 1, 1], [1, 1], [0, 0], [0, 0, 0])
     spans = [plan_pipeline(chain, 2, AMPLE, count).timeline.makespan for count in (4, 5, 6)]
