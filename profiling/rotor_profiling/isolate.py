@@ -208,7 +208,7 @@ def isolated(
     """Give `function` aliases of its parameters and copies of its buffers inside this context.
 
     Yields the aliases, which get the gradients: hooks of parameters do not run. On exit, also restores the RNG state,
-    submodules and attributes, except caches. `watch`: in the first such run, find and restore parameters that are written to.
+    submodules and attributes, except caches. `watch`: in the first such run, find and restore written parameters.
     """
     slots, buffers = _slots(function, "_parameters"), buffer_slots(function)
     tensors = {id(tensor): tensor for _, _, tensor in slots}
