@@ -25,7 +25,7 @@ from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.regions import Region, regions, run
 from rotor_py.execute.tape import Tape
 from rotor_py.stage import compression
-from rotor_py.stage.compression import FormKeeper, Packed
+from rotor_py.stage.compression import Packed
 from rotor_py.stage.replayed_routing import streams_of
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
@@ -58,6 +58,7 @@ class PackedOrCopied:
     """A form that keeps everything: packed where that is possible."""
 
     name, exact, packed, copied = "kept", True, 0, 0
+    keeps_the_rest, suits, keeping, keeping_in = False, Packed.suits, Packed.keeping, Packed.keeping_in
 
     def keep(self, memory: torch.Tensor) -> Any:
         packed = Packed().keep(memory)
@@ -81,7 +82,7 @@ def test_so_does_one_whose_stages_keep_tensors_in_another_form(name: str, monkey
     def forward(value: Any) -> Any:
         for _, layer in found.prefix:
             value = layer(value)
-        runners = [StageRunner(function, name, keepers=(FormKeeper(form),)) for name, function in found.stages]
+        runners = [StageRunner(function, name, keepers=(form,)) for name, function in found.stages]
         return Tape(runners, read_sequence(len(runners), sequence)).forward(value)
 
     assert_same(steps(model, forward, sample, case.autocast), steps(plain, plain, sample, case.autocast))
@@ -330,7 +331,7 @@ def in_part(sequence: Sequence, planned: Checkpointable) -> Sequence:
 
 def by_regions(planned: Checkpointable, sequence: Sequence, batch: torch.Tensor) -> torch.Tensor:
     stages = zip(planned.names, planned.functions, planned.inspection_values.way_names, strict=True)
-    runners = [StageRunner(stage, name, ways=ways, keepers=[FormKeeper(Packed())]) for name, stage, ways in stages]
+    runners = [StageRunner(stage, name, ways=ways, keepers=[Packed()]) for name, stage, ways in stages]
     options = read_sequence(len(runners), sequence).options
     (output,) = run(runners, regions(sequence), (batch,), options)
     return output
