@@ -43,7 +43,6 @@ from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.saved_tensors import (
     HandingOver,
-    NoReceiver,
     Saved,
     SavedAsItIs,
     innermost_run,
@@ -52,6 +51,7 @@ from rotor_py.stage.saved_tensors import (
     tensor_of,
 )
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+from rotor_solver.watching import holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _stages(items: tuple[int | Region, ...]) -> list[int]:
 
 
 def run(
-    runners: Operations[StageRunner] | Runners,
+    runners: Operations[StageRunner],
     items: tuple[int | Region, ...],
     value: Any,
     options: Mapping[int, int] = MappingProxyType({}),
@@ -122,8 +122,7 @@ def run(
     `items` come from `regions`. `options` maps stages to storage options other than 0. All stages get `context`.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
-    stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
-    return _Chain(runners, stored, again, context).store(items, value)
+    return _Chain(runners, Runners(runners).by(options), again, context).store(items, value)
 
 
 def _wait_before_recompute(value: Any) -> None:
@@ -138,7 +137,7 @@ def _wait_before_recompute(value: Any) -> None:
 class _Chain:
     """The stages of one forward. `again`: stages in regions; `known` maps these to the state of their first run."""
 
-    runners: Operations[StageRunner] | Runners
+    runners: Operations[StageRunner]
     stored: list[StageRunner]  # with their storage options
     again: frozenset[int]
     context: tuple[Any, ...]
@@ -210,7 +209,7 @@ class _Recomputed:
                 outside.end_if_complete()
             return handle
 
-        with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), NoReceiver():
+        with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), holding(innermost_run, None):
             output = first(value)
         node = nodes_behind(tensors_in(output), {last}, most=None).get(last)
         self._to_the_end = node is not None and node.name().startswith("RreluWithNoise")  # Rule 2

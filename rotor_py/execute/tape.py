@@ -219,7 +219,8 @@ class CheckpointOptim(StageNode):
 
 
 class Tape:
-    """The state shared by the nodes of one forward. It keeps stage inputs in `store`, and offloads to `tier`.
+    """The state shared by the nodes of one forward. It keeps stage inputs in `store`, and offloads to `tier`. `Runners`
+    must have the storage options of `instructions`.
 
     The tape adds to `changed` the names of stages that later plans have to store: values that they read have changed,
     or a backward with create_graph=True goes through them.
@@ -241,7 +242,7 @@ class Tape:
         self._changed = set() if changed is None else changed
         self._shared = tensors_in(context)
         # Set storage options before the first run: in some stages, they change forwards without a graph, too.
-        self.runners = (runners if isinstance(runners, Runners) else Runners.of(runners)).by(instructions.options)
+        self.runners = runners if isinstance(runners, Runners) else Runners(runners).by(instructions.options)
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}

@@ -23,7 +23,6 @@ from rotor_py.measure.fixed_memory import stepped_parameters
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import freeze_gc, planning
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
-from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.source import Source
 from rotor_py.plan.step_plan import StepPlan
@@ -33,6 +32,7 @@ from rotor_py.report.progress import progress_bar
 from rotor_py.stage.named_state import named_state_kept
 from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.stage.replayed_routing import streams_kept
+from rotor_py.stage.saved_tensors import hooks_aside
 from rotor_py.units import format_seconds
 from rotor_solver.watching import Progress
 
@@ -121,7 +121,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         undoing(),
         planning,
         freeze_gc(),
-        outer_hooks_aside(),
+        hooks_aside(),  # those of a checkpoint would recompute its region
         streams_kept(core, value),
         named_state_kept(core),
         torch.enable_grad(),

@@ -25,7 +25,7 @@ from rotor_py.compile.stage_code import Config
 from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype, is_sharded
 from rotor_py.errors import InvalidStateError, record_fields
 from rotor_py.execute import regions
-from rotor_py.execute.instructions import Instructions, NamedStage, Runners, read_sequence
+from rotor_py.execute.instructions import Instructions, Runners, read_sequence
 from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
 from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import Cut, Layer, cut, is_chain, layers
@@ -76,18 +76,18 @@ class SequenceExecutor:
 
     def execute(
         self,
-        stages: Items[NamedStage],
-        make: Callable[[Following], Runners],
+        stages: Items[Layer],
+        make: Callable[[], Runners],
         value: Any,
         how: Following,
         context: tuple[Any, ...] = (),
     ) -> Any:
-        """Run `stages` on `value` so that their backward follows `how.sequence`. `make(how)` returns their runners."""
+        """Run `stages` on `value` so that their backward follows `how.sequence`. `make` returns their runners."""
         # Compare objects by identity: comparing thousands of operations would take longer than a small stage takes.
         key = how.sequence, stages, how.measurement, how.preserve_rng_state
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
-            instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(how), is_sharded(self._model)
+            instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(), is_sharded(self._model)
             # With sharding, pass runners without storage options: `regions.run` sets the options of stored stages.
             read = key, instructions, whole if sharded else whole.by(instructions.options), sharded
             self._read = [*self._read[1 - _MOST_READ :], read]
@@ -107,11 +107,13 @@ class SequenceExecutor:
         for _, layer in cut.prefix:
             value = layer(value)
         value, context = shared_apart(cut.stages, value)
-
-        def make(how: Following) -> Runners:
-            return runners_of(cut.stages, how.preserve_rng_state, how.measurement.way_names, how.keepers)
-
-        return self.execute(cut.stages, make, value, how, context)
+        return self.execute(
+            cut.stages,
+            lambda: runners_of(cut.stages, how.preserve_rng_state, how.measurement.way_names, how.keepers),
+            value,
+            how,
+            context,
+        )
 
 
 _LEAST_BYTES = 2**20  # Layers that save fewer bytes are not captured for storage in part. A guess: that takes seconds.
@@ -245,17 +247,16 @@ class LayerSource(SequenceExecutor):
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
-        return self.execute(cut.stages, partial(self._runners, cut), value, how)
+        return self.execute(cut.stages, partial(self._runners, cut, how), value, how)
 
     def _runners(self, cut: Cut, how: Following) -> Runners:
-        kept = [keeper.name for keeper in how.keepers]
-        made = []
+        kept, made = [keeper.name for keeper in how.keepers], []
         for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True):
             offers = self._parts.planned(function, name, ways, kept)
             made.append(
                 StageRunner(function, name, how.preserve_rng_state, ways=ways, keepers=how.keepers, offers=offers)
             )
-        return Runners.of(made)
+        return Runners(made)
 
 
 class GraphSource(SequenceExecutor):

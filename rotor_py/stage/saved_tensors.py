@@ -203,16 +203,6 @@ class HandingOver:
 innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
 
 
-class NoReceiver:
-    """Context in which saved-tensor hooks hand over no tensors: the caller does this instead."""
-
-    def __enter__(self) -> None:
-        self._outside = innermost_run.set(None)
-
-    def __exit__(self, *error: object) -> None:
-        innermost_run.reset(self._outside)
-
-
 tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack hook for saved tensors
 
 
