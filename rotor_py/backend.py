@@ -121,7 +121,6 @@ class GraphPlanner:
             silent=graph.silent,
         )
         stages.walk()
-        stages.settle_layouts(())
         context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, 0)
         plain = MeasuredGraph(graph, cut, stages, context, loss, value, ())
         # The graph has neither the optimizer nor parameters that the model does not use, so the budget omits both.

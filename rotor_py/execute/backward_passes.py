@@ -48,6 +48,13 @@ def goes_through_any(nodes: Iterable[Node | None]) -> bool:
     return any(node is not None and goes_through(node) for node in nodes)
 
 
+def hook_gradients(value: Any, hook: Callable[[Any], object]) -> None:
+    """Have each gradient of a tensor in `value` passed to `hook`. The graph holds the hook, which is freed with it."""
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
+
+
 class ActivationStore:
     """Stores values (tensors, or nested structures of them) by index, detached, so that they hold no graph.
 

@@ -37,6 +37,7 @@ from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only
 from rotor_py.distributed.sharding import gathered_again
 from rotor_py.errors import InvalidStateError, InvalidValueError
+from rotor_py.execute.backward_passes import hook_gradients
 from rotor_py.execute.instructions import Runners
 from rotor_py.stage.forward_state import Surroundings
 from rotor_py.stage.protocol import offers_of
@@ -125,14 +126,6 @@ def run(
     return _Chain(runners, Runners(runners).by(options), again, context).store(items, value)
 
 
-def _wait_before_recompute(value: Any) -> None:
-    """Have the backward wait for gradients of `value` with a pending collective before it recomputes a region."""
-    # A function of its own: in `_Chain.store`, the loop's variable would hold the last tensor until the next region.
-    for tensor in tensors_in(value):
-        if tensor.requires_grad:
-            tensor.register_hook(wait_for)
-
-
 @dataclass(frozen=True, slots=True)
 class _Chain:
     """The stages of one forward. `again`: stages in regions; `known` maps these to the state of their first run."""
@@ -148,7 +141,8 @@ class _Chain:
             if isinstance(item, Region):
                 first = partial(self._run_first, _stages(item.items))
                 value = _Recomputed(partial(self.store, item.items), value).run(first, value)
-                _wait_before_recompute(value)
+                # Have the backward wait for gradients with a pending collective before it recomputes the region.
+                hook_gradients(value, wait_for)
             elif item in self.again:
                 value = self._recompute(self.stored[item], self.known[item], value)
             else:

@@ -67,6 +67,7 @@ from rotor_py.execute.backward_passes import (
     Unclaimed,
     goes_through,
     goes_through_any,
+    hook_gradients,
     retains_graph,
 )
 from rotor_py.execute.instructions import Instructions, Runners, Step, read_sequence
@@ -328,10 +329,7 @@ class Tape:
         else:
             value = self._moving.forward(self._runner(step), stage, value, self.context)
         if stage in self.instructions.awaited:  # Rule 9
-            for tensor in tensors_in(value):
-                if tensor.requires_grad:
-                    # Each output tensor calls this. Only the first call finds operations to run.
-                    tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
+            hook_gradients(value, partial(self._arrived, stage))  # only the first call finds operations to run
         held.inputs.drop_all_but(step.live)
         return value
 

@@ -15,9 +15,9 @@ from weakref import ref
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from rotor_profiling import tensors_in, torch_compat
+from rotor_profiling import torch_compat
 from rotor_py.errors import record_fields
-from rotor_py.execute.backward_passes import current_task, goes_through, retains_graph
+from rotor_py.execute.backward_passes import current_task, goes_through, hook_gradients, retains_graph
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
@@ -64,10 +64,7 @@ class Forwards:
         """Count a returned forward as in flight. `began`: number of autograd nodes that this thread made before it."""
         returned = torch_compat.get_sequence_nr()
         flying = ForwardInFlight(plan, sequence, nodes=(returned if began is None else began, returned))
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                # The graph holds the hook: if the output is dropped, the hook is freed, and `flying` with it.
-                tensor.register_hook(partial(self._begin_backward, flying, model))
+        hook_gradients(output, partial(self._begin_backward, flying, model))  # if the graph is freed, `flying` is
         self._flying.append(ref(flying))
 
     def _begin_backward(self, forward: ForwardInFlight, model: TrainedModel, gradient: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from rotor_profiling.isolate import gradients_of
 from rotor_profiling.storage import dense_parts
 from rotor_py.distributed.processes import gather_objects
 from rotor_py.errors import record_fields
-from rotor_py.execute.backward_passes import current_task, retains_graph
+from rotor_py.execute.backward_passes import current_task, hook_gradients, retains_graph
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -110,9 +110,7 @@ class WatchedStep:
             self._losses.append(loss)
         owned, beside = _Owned(token), [each for each in outputs if each.dim() and not each.is_leaf]
         held = partial(_most_alive, _weakly(beside), storage_bytes(beside)) if len(beside) < len(outputs) else None
-        for tensor in outputs:
-            # The graph holds the hook: if the output is dropped, the hook is freed, and the token with it.
-            tensor.register_hook(partial(self._gradient_arrived, owned, held))
+        hook_gradients(outputs, partial(self._gradient_arrived, owned, held))  # if the graph is freed, the token is
 
     def drop_retained(self) -> None:
         """Make graphs that backwards have retained release the token (`_Alive`), whose end is the end of the step."""
