@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.torch_compat import is_optimized
 from rotor_py.errors import record_fields
 
@@ -129,11 +130,7 @@ def in_training(module: Transparent) -> Iterator[None]:
     if module.training:
         yield
         return
-    modes = [(each, each.training) for each in module.model.modules()]
-    module.train()
-    try:
+    modules = (module, *module.model.modules())
+    with set_meanwhile(*((each, {"training": each.training}) for each in modules)):
+        module.train()
         yield
-    finally:
-        module.training = False
-        for each, mode in modes:
-            each.training = mode

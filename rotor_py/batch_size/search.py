@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import rotor_solver
-from rotor_py.distributed.processes import gather_objects
-from rotor_py.errors import PlanMismatchError
+from rotor_py.distributed.processes import gather_objects, refuse_other_ranks
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import costliest
@@ -76,10 +75,8 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
     """Return the maximum of each cost over the processes of `group`. All raise PlanMismatchError if stages differ."""
     if group is None:
         return costs
-    found: list[StepCosts] = gather_objects(costs, group, device)
-    for rank, other in enumerate(found):
-        if other.stages != found[0].stages:
-            raise PlanMismatchError("the stages of the model", found[0].stages, f"{other.stages} on rank {rank}")
+    found = gather_objects(costs, group, device)
+    refuse_other_ranks("the stages of the model", [each.stages for each in found])
     budgets = [each.budget for each in found]
     sizes = {"before_bytes", "snapshot_bytes", "stepping_bytes", "held_beside"}
     links = [budget.link for budget in budgets if budget.link is not None]

@@ -32,10 +32,6 @@ retains_graph: Callable[[], bool] = torch_compat.get_current_graph_task_keep_gra
 """Whether the running backward pass retains the graph, so that another pass through it can follow."""
 
 
-def in_backward() -> bool:
-    return current_task() != -1
-
-
 def goes_through(node: Node) -> bool:
     """Whether the running backward pass executes `node`, or `autograd.grad` wants the gradient of the node's leaf."""
     try:
@@ -78,9 +74,6 @@ class ActivationStore:
     def __getitem__(self, index: int) -> Any:
         value = self._held[index]
         return value if self.storage_dtype is None else tree_map_only(Converted, Converted.tensor, value)
-
-    def get(self, index: int) -> Any:
-        return self[index] if index in self._held else None
 
     def keep(self, index: int, value: Any) -> None:
         value = tree_map_only(torch.Tensor, detached, value)

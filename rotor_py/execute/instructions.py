@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rotor_profiling.storage import wait_for
@@ -144,17 +144,16 @@ def _backward_at(operations: Operations[Operation]) -> dict[int, int]:
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
     """Group consecutive forwards that may run as one function: of `plain` stages that store all and keep no input."""
-    found: list[list[Step]] = []
-    joins = False
-    for step in steps:
-        before, operation = joins, step.operation
-        whole = isinstance(operation, ForwardEnable) and operation.option == 0 and operation.stage in plain
-        joins = whole and operation.stage not in step.live  # type: ignore[union-attr] # no loss here
-        if joins and before:
-            found[-1].append(step)
-        else:
-            found.append([step])
-    return tuple(map(tuple, found))
+
+    def joins(step: Step) -> bool:
+        each = step.operation
+        whole = isinstance(each, ForwardEnable) and each.option == 0
+        return whole and each.stage in plain and each.stage not in step.live  # type: ignore[union-attr] # no loss here
+
+    found: list[tuple[Step, ...]] = []
+    for together, group in groupby(steps, joins):
+        found += [tuple(group)] if together else [(step,) for step in group]
+    return tuple(found)
 
 
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:

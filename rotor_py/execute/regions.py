@@ -31,11 +31,12 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only
-from rotor_py.distributed.sharding import gathered_again
+from rotor_py.distributed.sharding import gathered_to_read, groups_of
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.backward_passes import hook_gradients
 from rotor_py.execute.instructions import Runners
@@ -162,7 +163,8 @@ class _Chain:
     def _recompute(self, runner: StageRunner, surroundings: Surroundings, value: Any) -> Any:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
-        with restored, gathered_again(function):
+        with restored, gathered_to_read() as need:
+            need(groups_of(function) if isinstance(function, nn.Module) else ())  # FSDP does not gather these for it
             # Gather parameters of FSDP modules that begin in earlier stages, which may not be recomputed before this.
             offers_of(function).gather_begun()
             return surroundings.run(runner.forward, value, self.context)

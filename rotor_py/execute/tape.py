@@ -323,7 +323,7 @@ class Tape:
             value = self._add_node(stage, value)  # Rule 2: the stage as one node
         elif recomputed:
             # The stage must not overwrite an input that the tape keeps. It may overwrite any other input.
-            value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
+            value = self._first(self._runner(step), stage, value, held.inputs[stage] if stage in step.live else None)
         elif self._moving is None:
             value = self._runner(step).forward(value, self.context)  # Rule 1: plain autograd
         else:
@@ -394,29 +394,26 @@ class Tape:
 
     def _recompute(self, held: Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
+        value, surroundings = held.inputs[stage], self.surroundings[stage]  # Rule 4: as in the first run
         try:
-            self._recompute_stage(held, step, stage)
+            self._refuse_written(held, stage)
+            before = self._versions(value)
+            # The kept tensors are detached, which cleared `requires_grad`: set it as in the first run.
+            for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
+                tensor.requires_grad_(needed)
+            if isinstance(step.operation, ForwardEnable):
+                held.attached[stage], output = self._runner(step).attach(
+                    value, surroundings, self.context, skip_output=step.skips_output
+                )
+                self._refuse_lost_gradients(stage, held.attached[stage])
+            else:
+                output = self.runners[stage].again(value, surroundings, self.context)
+            if stage + 1 in step.live:
+                self._keep(held, stage + 1, output)
+            self._refuse_overwritten(stage, value, before)
         except InvalidStateError:
             self._changed.add(self.runners[stage].name)
             raise
-
-    def _recompute_stage(self, held: Held, step: Step, stage: int) -> None:
-        value, surroundings = held.inputs[stage], self.surroundings[stage]  # Rule 4: as in the first run
-        self._refuse_written(held, stage)
-        before = self._versions(value)
-        # The kept tensors are detached, which cleared `requires_grad`: set it as in the first run.
-        for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
-            tensor.requires_grad_(needed)
-        if isinstance(step.operation, ForwardEnable):
-            held.attached[stage], output = self._runner(step).attach(
-                value, surroundings, self.context, skip_output=step.skips_output
-            )
-            self._refuse_lost_gradients(stage, held.attached[stage])
-        else:
-            output = self.runners[stage].again(value, surroundings, self.context)
-        if stage + 1 in step.live:
-            self._keep(held, stage + 1, output)
-        self._refuse_overwritten(stage, value, before)
         held.inputs.drop_all_but(step.live)
 
     def _refuse_lost_gradients(self, stage: int, attached: AttachedStage) -> None:

@@ -81,10 +81,7 @@ class KeptStorage:
     def _still_held(self) -> torch.Tensor | None:
         """Return the last restored tensor if a node still refers to its storage (Rule 8)."""
         # Ask for the storage: nodes refer to views of the restored tensor, which itself is freed.
-        if self._given is None or self._given.expired():
-            return None
-        # Another thread may have released the storage since the check.
-        storage: torch.UntypedStorage | None = torch_compat.new_with_weak_ptr(self._given.cdata)
+        storage = None if self._given is None else torch_compat.new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
         return torch.empty(0, dtype=self.dtype, device=self._writes.device).set_(storage)

@@ -93,8 +93,7 @@ def add_note(error: BaseException, text: str) -> None:
     if text in getattr(error, "__notes__", ()):
         return
     with contextlib.suppress(Exception):  # an exception that takes no note still reaches the user
-        if hasattr(error, "add_note"):
-            error.add_note(text)
-            return
         error.__notes__ = [*getattr(error, "__notes__", ()), text]
+        if hasattr(error, "add_note"):
+            return
     _log.error("%s: %s", type(error).__name__, text, extra=record_fields("note"))

@@ -44,9 +44,6 @@ class Autocast:
     dtype: torch.dtype
     cache: bool
 
-    def context(self, cache: bool) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=cache)
-
 
 def autocast_now(devices: Iterable[torch.device]) -> tuple[Autocast, ...]:
     cache = torch.is_autocast_cache_enabled()
@@ -66,8 +63,9 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> AbstractCon
 @contextmanager
 def _restored_autocast(states: Iterable[Autocast], cache: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        for state in states:
-            stack.enter_context(state.context(cache=state.cache and cache))
+        for kind in states:
+            cached = kind.cache and cache
+            stack.enter_context(torch.autocast(kind.device_type, kind.dtype, kind.enabled, cache_enabled=cached))
         yield
 
 
@@ -216,7 +214,7 @@ def recorded(
     attributes = Attributes(function)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
     locations = _locations_of(function, hooked=seen is not None and seen.hooked)
-    named = NamedState(locations).without_tensors() if locations else None
+    named = NamedState(locations, tensors=False) if locations else None
     held = [*attributes.values(), *(location.get() for location in locations)]
     world = World.now()
     result: list[Surroundings] = []
@@ -462,7 +460,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
         with _same_run(function, device), decisions_repeated(decided[0]):
             twice.append(_outputs(function, value))
         # On other devices, two runs of a kernel may round differently.
-        reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
+        reproducible = _equal(twice[0], twice[1], equal if device.type == "cpu" else _close)
         differs = differs and _equal(attached, twice[0])
     return GraphEffects(differs, silent, reproducible, not use.read.isdisjoint(statistics))
 
@@ -484,13 +482,11 @@ def _detached(output: Any) -> list[torch.Tensor]:
     return [local(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tensors_in(output)]
 
 
-def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(equal, found, expected))
+def _equal(found: list[torch.Tensor], expected: list[torch.Tensor], same: Callable[..., bool] = equal) -> bool:
+    return len(found) == len(expected) and all(map(same, found, expected))
 
 
-def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether tensors are equal except for rounding."""
-    return len(found) == len(expected) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, equal_nan=True) if a.is_floating_point() else equal(a, b)
-        for a, b in zip(found, expected, strict=True)
-    )
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal except for rounding."""
+    floating = a.is_floating_point()
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, equal_nan=True) if floating else equal(a, b)

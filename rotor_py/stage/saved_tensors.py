@@ -158,9 +158,6 @@ class Complete(Exception):  # noqa: N818  # no error: it ends a run
         super().__init__()
         self.run = run
 
-    def add_note(self, note: str) -> None:
-        """Ignore the note: `HandingOver` catches this exception."""
-
 
 class HandingOver:
     """Context for a run that hands its saved tensors to `waiting`, and ends early once `waiting` has all it needs."""

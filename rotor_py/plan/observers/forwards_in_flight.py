@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -26,6 +26,7 @@ from rotor_py.units import exact_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 from rotor_solver.in_flight import Footprint, with_room_at_loss
 
+T = TypeVar("T")
 _log = logging.getLogger("rotor_py")
 
 # Number of steps with backwards in reverse after which plans assume that order. A guess: after fewer, more may differ.
@@ -171,15 +172,13 @@ class Forwards:
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
         make = partial(model.with_forwards, plan.budget, plan.measurement, model.device_of(plan.input_spec), count)
-        found: Budget = self._remember(("budget", id(plan.budget), count), plan.budget, make)
-        return found
+        return self._remember(("budget", id(plan.budget), count), plan.budget, make)
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
         # Use a budget for two forwards: that for one omits the bytes that a waiting one holds outside the chain.
         budget = self._budget(plan, model, 2)
         key = "footprint", id(budget), id(sequence)
-        found: Footprint = self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
-        return found
+        return self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
         """Return the fastest sequence within `rest` bytes that leaves `working` bytes free in the loss; else None."""
@@ -190,15 +189,14 @@ class Forwards:
             except InfeasibleError:
                 return None
 
-        found: Sequence | None = self._remember(("squeezed", id(chain), rest, working), chain, solve)
-        return found
+        return self._remember(("squeezed", id(chain), rest, working), chain, solve)
 
-    def _remember(self, key: Hashable, of: object, make: Callable[[], Any]) -> Any:
+    def _remember(self, key: Hashable, of: object, make: Callable[[], T]) -> T:
         if key not in self._remembered:
             if len(self._remembered) == _MOST_KNOWN:
                 self._remembered.clear()
             self._remembered[key] = of, make()  # `of` holds the objects whose ids are in the key
-        return self._remembered[key][1]
+        return cast(T, self._remembered[key][1])
 
 
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
