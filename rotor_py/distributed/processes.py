@@ -127,8 +127,6 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return the groups of the device meshes over which the parameters are sharded, one per mesh dimension."""
-    if not dist.is_initialized():
-        return []
     with at_rest(model):
         meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if is_dtensor(p))
     return [group for mesh in meshes for group in mesh.get_all_groups()]

@@ -229,9 +229,7 @@ class Unclaimed:
 
 
 def _split(arrived: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    at = next(i for i, gradient in enumerate(arrived) if gradient is not None)
-    first = arrived[at]
-    assert first is not None
+    at, first = next((i, gradient) for i, gradient in enumerate(arrived) if gradient is not None)
     return first, (*arrived[:at], *arrived[at + 1 :])
 
 

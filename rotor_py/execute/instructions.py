@@ -152,7 +152,8 @@ def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step
 
     found: list[tuple[Step, ...]] = []
     for together, group in groupby(steps, joins):
-        found += [tuple(group)] if together else [(step,) for step in group]
+        members = tuple(group)
+        found += [members] if together else [(step,) for step in members]
     return tuple(found)
 
 

@@ -211,12 +211,10 @@ class CheckpointOptim(StageNode):
         RuntimeError if a stage to recompute overwrites its own input.
         """
         functions, sequence, names, preserve_rng_state, arg = args
-        runners = [
-            StageRunner(function, name, preserve_rng_state) for function, name in zip(functions, names, strict=True)
-        ]
-        if isinstance(sequence, str):
-            sequence = Sequence.parse(sequence)
-        return Tape(runners, read_sequence(len(runners), sequence)).forward(arg)
+        named = zip(functions, names, strict=True)
+        runners = [StageRunner(function, name, preserve_rng_state) for function, name in named]
+        found = Sequence.parse(sequence) if isinstance(sequence, str) else sequence
+        return Tape(runners, read_sequence(len(runners), found)).forward(arg)
 
 
 class Tape:

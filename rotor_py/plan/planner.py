@@ -241,7 +241,7 @@ class Planner:
             self.plans.make_ready(spec, value, in_flight=second or bool(flying))
         # With forwards in flight, or in a backward (of a reentrant region), existing gradients may be this step's own.
         if spec.model.has_gradients and not (second or flying or current_task() != -1):
-            self._gradients.notice(value)
+            self._gradients.notice(self.in_use, value)
         by_plan = self._run_second if second else self._run_planned
         try:
             return by_plan(value, flying)
@@ -313,8 +313,7 @@ class Planner:
         return by_plan(value, self._forwards.in_flight(), goes_on=True)  # unplanned if the graph differs once more
 
     def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
-        plan = self.plans.in_use
-        assert plan is not None
+        plan = self.in_use
         sequence = self._forwards.sequence_beside(flying, plan, self.model)
         self._watched.forward_begins(plan, value, len(flying))
         began = torch_compat.get_sequence_nr()

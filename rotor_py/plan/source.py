@@ -145,8 +145,12 @@ class LayerParts:
         """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
-            gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)
-            self._kinds[kind] = self._captured(function, name, value, device) if gains else None
+            self._kinds[kind] = None
+            if saved_bytes >= _LEAST_BYTES and _may_gain(function, value):
+                from rotor_py.capture.captured_layer import CapturedLayer  # late: it imports TorchDynamo
+
+                layer = CapturedLayer(function, name, sharded=self._sharded)
+                self._kinds[kind] = layer if layer.find(value, device) else None
         first = self._kinds[kind]
         if first is not None:
             self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
@@ -163,12 +167,6 @@ class LayerParts:
 
             self._found[id(function)] = CapturedLayer(function, name, tuple(own), sharded=self._sharded)
         return self.of(function)
-
-    def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
-        from rotor_py.capture.captured_layer import CapturedLayer  # late: it imports TorchDynamo
-
-        found = CapturedLayer(function, name, sharded=self._sharded)
-        return found if found.find(value, device) else None
 
 
 def _may_gain(function: nn.Module, value: Any) -> bool:

@@ -137,12 +137,11 @@ class StepPlans:
             plan.compiled_for_larger_budget = False  # the graph was just compiled for this budget
         self._grown += grows
 
-    def plan_for_kept_gradients(self, value: Any) -> None:
+    def plan_for_kept_gradients(self, plan: StepPlan, value: Any) -> None:
         """Event 7: measure and solve for gradients kept between steps; InfeasibleError if no plan has room for them."""
-        assert self.in_use is not None
         self.model.settings.fresh_grads = False
         self._waiting = []  # these plans, too, assume that gradients are freed
-        spec = replace(StepSpec.of(self.model.core, value), answers=self.in_use.source.answers)
+        spec = replace(StepSpec.of(self.model.core, value), answers=plan.source.answers)
         with self.kept_on_error():
             agree(self.measure(spec, value), self.model)
 

@@ -70,30 +70,13 @@ _STATISTICS = 16
 _LEAST_SHARE = 0.02
 
 
-class _FormTrial(Trial):
-    """Finds by how many bytes `packed` would reduce a stage's saved tensors; as a form, it saves them unchanged."""
+class _Tried:
+    """Form that saves tensors unchanged, and records how many bytes the form `packed` would keep of them."""
 
-    def __init__(self, packed: Packed, function: Callable[..., Any]) -> None:
-        self._packed, self._function = packed, function
-        self._storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes that `packed` would keep)
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+        self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes that `packed` would keep)
         self._memory: list[torch.Tensor] = []  # keeps the tensors alive, so that no address is reused
-
-    def watch(self, run: Run) -> Run:
-        def watched(value: Any) -> Any:
-            seen: dict[int, int] = {}
-            with self._packed.keeping_in(self, self._function, value, seen) as keeping:
-                output = run(value)
-                keeping.settle(tensors_in(output))
-            outputs = {each.untyped_storage()._cdata for each in tensors_in(output)}
-            saved = sum(plain for plain, _ in self._storages.values())
-            spared = sum(plain - kept for address, (plain, kept) in self._storages.items() if address not in outputs)
-            self.pays = spared >= _LEAST_SHARE * saved and spared > 0
-            present = storages(tensors_in([value, output, owned_tensors(self._function)]))
-            self.saved_bytes = sum(size for address, size in seen.items() if address not in present)
-            self._memory.clear()  # the graph keeps this object alive, but must not keep these tensors alive
-            return output
-
-        return watched
 
     def keep(self, memory: torch.Tensor) -> None:
         self._note(memory, self._packed.keep(memory))
@@ -105,7 +88,7 @@ class _FormTrial(Trial):
         storage = memory.untyped_storage()
         self._memory.append(memory)
         parts = [] if kept is None else tensors_in([getattr(kept, each.name) for each in fields(kept)])
-        self._storages[storage._cdata] = storage.nbytes(), sum(each.nbytes for each in parts) or storage.nbytes()
+        self.storages[storage._cdata] = storage.nbytes(), sum(each.nbytes for each in parts) or storage.nbytes()
 
 
 # Lossless packing. Some tensors can be packed in every step, so that their bytes, measured once, hold for all steps:
@@ -154,8 +137,17 @@ class Packed(Keeper):
         least = LEAST_BYTES if self.exact else max(LEAST_BYTES, largest // _STATISTICS)
         return Keeping(form, [*inputs, *owned_tensors(function)], least_bytes=least, seen=seen)
 
-    def trial(self, function: Callable[..., Any]) -> Trial:
-        return _FormTrial(self, function)
+    def trial(self, run: Run, function: Callable[..., Any], value: Any) -> Trial:
+        tried, seen = _Tried(self), dict[int, int]()
+        with self.keeping_in(tried, function, value, seen) as keeping:
+            output = run(value)
+            keeping.settle(tensors_in(output))
+        outputs = {each.untyped_storage()._cdata for each in tensors_in(output)}
+        saved = sum(plain for plain, _ in tried.storages.values())
+        spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
+        present = storages(tensors_in([value, output, owned_tensors(function)]))
+        saved_bytes = sum(size for address, size in seen.items() if address not in present)
+        return Trial(spared >= _LEAST_SHARE * saved and spared > 0, saved_bytes)
 
     def keep(self, memory: torch.Tensor) -> Saved | None:
         if memory.dtype == torch.bool:

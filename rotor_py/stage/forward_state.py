@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -190,11 +190,6 @@ class Surroundings:
             if self.seen is not None:
                 self.seen.noted_again()
 
-    @property
-    def trained(self) -> frozenset[int] | None:
-        """`id` of each parameter that required a gradient in the first run; None if unknown."""
-        return None if self.seen is None else self.seen.trained
-
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call `function` with the context variables of the first run."""
         return function(*args) if self.world is None else self.world.run(function, *args)
@@ -290,15 +285,15 @@ def _find_moving(
     return sorted(changed)
 
 
-def present(function: Callable[..., Any], devices: tuple[torch.device, ...], name: str = "") -> Surroundings:
+def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
     """Record the present state, so that a later run of `function` inside its `restored` context equals a run now."""
     slots = own_buffers(function)
     copies = _copies(function, slots)
-    seen = Seen(function, name) if isinstance(function, nn.Module) else None
+    seen = Seen(function, "") if isinstance(function, nn.Module) else None
     if seen is not None:
         seen.note([*(slots[i][2] for i in copies), *_statistics(function)])
     return Surroundings(
-        name,
+        "",
         autocast_now(devices),
         RandomState.now(devices),  # always: the run, which may draw random values, is still to come
         tuple((slots[i], copy) for i, copy in copies.items()),
@@ -347,16 +342,14 @@ def _statistics(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _copies(function: Callable[..., Any], slots: dict[int, Slot]) -> dict[int, torch.Tensor]:
-    unknown = (
-        not isinstance(function, nn.Module) or function not in _moving or not making.isdisjoint(modules_of(function))
-    )
-    return {i: slot[2].clone() for i, slot in slots.items() if unknown or i in recall_moving(function)}
+    known: Collection[int] = slots.keys()
+    if isinstance(function, nn.Module) and function in _moving and making.isdisjoint(modules_of(function)):
+        known = recall_moving(function)
+    return {i: slot[2].clone() for i, slot in slots.items() if i in known}
 
 
-def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
+def recall_moving(function: nn.Module) -> frozenset[int]:
     """Return indices in `buffer_slots` of the buffers that runs of this or another stage have changed."""
-    if not isinstance(function, nn.Module):
-        return frozenset()
     return _moving.get(function, frozenset()) | _moved_elsewhere.get(function, frozenset())
 
 
@@ -377,7 +370,7 @@ def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iter
             _moved_elsewhere[function] = _moved_elsewhere.get(function, frozenset()) | shared
 
 
-def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
+def moving_buffers(function: nn.Module) -> list[torch.Tensor]:
     """Return the buffers that earlier runs have changed, so that forwards of `function` copy them."""
     known = recall_moving(function)
     return [slot[2] for i, slot in own_buffers(function).items() if i in known]

@@ -193,18 +193,17 @@ def not_deciding() -> AbstractContextManager[None]:
     return holding(_not_the_stage, True)
 
 
-def decided_bytes(function: Callable[..., Any]) -> int:
-    return _bytes.get(function, 0) if isinstance(function, nn.Module) else 0
+def decided_bytes(function: nn.Module) -> int:
+    return _bytes.get(function, 0)
 
 
 def decides_nothing(function: Callable[..., Any]) -> bool:
     return isinstance(function, nn.Module) and function in _undecided
 
 
-def remember_undecided(function: Callable[..., Any]) -> None:
+def remember_undecided(function: nn.Module) -> None:
     """Let runs of this stage record no decisions, since a stage of equal signature made none."""
-    if isinstance(function, nn.Module):
-        _undecided.add(function)
+    _undecided.add(function)
 
 
 class _Recording(TorchDispatchMode):
