@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -52,10 +53,10 @@ class ModelsSignature:
         if kind not in self._signed:  # one function per class, so that `module.forward == module.forward`
             method = self._method
 
+            @wraps(method)
             def signed(*args: Any, **kwargs: Any) -> Any:
                 return method(*args, **kwargs)
 
-            signed.__name__, signed.__qualname__, signed.__doc__ = method.__name__, method.__qualname__, method.__doc__
             with suppress(AttributeError, TypeError, ValueError):  # methods written in C may have no signature
                 signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined] # read by inspect
             self._signed[kind] = signed

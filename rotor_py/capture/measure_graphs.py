@@ -169,7 +169,6 @@ def measure_graphs(
             cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
             made = as_operator_results(stages.walk(options.progress))
-            stages.settle_layouts(())
             returned = tuple(map(weakref.ref, tensors_in(made)))
             context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
             outputs = graph.leave(made, values)

@@ -123,17 +123,15 @@ def run(
 
     `items` come from `regions`. `options` maps stages to storage options other than 0. All stages get `context`.
     """
-    again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
-    return _Chain(runners, Runners(runners).by(options), again, context).store(items, value)
+    return _Chain(runners, Runners(runners).by(options), context).store(items, value)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The stages of one forward. `again`: stages in regions; `known` maps these to the state of their first run."""
+    """The stages of one forward. `known` maps stages in regions to the state of their first run, once they have run."""
 
     runners: Operations[StageRunner]
     stored: list[StageRunner]  # with their storage options
-    again: frozenset[int]
     context: tuple[Any, ...]
     known: dict[int, Surroundings] = field(default_factory=dict)
 
@@ -144,7 +142,7 @@ class _Chain:
                 value = _Recomputed(partial(self.store, item.items), value).run(first, value)
                 # Have the backward wait for gradients with a pending collective before it recomputes the region.
                 hook_gradients(value, wait_for)
-            elif item in self.again:
+            elif item in self.known:
                 value = self._recompute(self.stored[item], self.known[item], value)
             else:
                 value = self.stored[item].forward(value, self.context)

@@ -51,7 +51,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 
 from rotor_profiling import leaves_of
 from rotor_profiling.isolate import trained_parameters, undoing
@@ -96,12 +95,10 @@ class Moving:
     def come_to(self, position: int) -> None:
         """Do the waits and fetches planned up to operation `position`. Raises OffloadError if a copy out failed."""
         while self.position <= position:
-            for stage in self.moves.wait_out[self.position]:
-                if stage in self._away:
-                    self._away[stage].wait_out()
-            for stage in self.moves.fetch[self.position]:
-                if stage in self._away:
-                    self._away[stage].fetch()
+            for stage in filter(self._away.__contains__, self.moves.wait_out[self.position]):
+                self._away[stage].wait_out()
+            for stage in filter(self._away.__contains__, self.moves.fetch[self.position]):
+                self._away[stage].fetch()
             # Advance last, so that the next call repeats the wait, and raises the error of a failed copy again.
             self.position += 1
 
@@ -466,12 +463,5 @@ class _MeasuringTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs a stage as a `StageNode`, to time it with the Python code that a node takes.
-
-    Runs a trivial stage as a node first, so that the code of nodes is in the CPU's caches, as it is during a step.
-    """
-    instructions = read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
-    value = torch.ones(1, device="cpu", requires_grad=True)
-    with torch.enable_grad():
-        Tape([StageRunner(nn.Identity(), "trivial")], instructions).forward(value).backward()
-    return _MeasuringTape([runner], instructions).forward
+    """Return a function that runs a stage as a `StageNode`, to time it with the Python code that a node takes."""
+    return _MeasuringTape([runner], read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))).forward

@@ -162,10 +162,9 @@ class StageMeasurer:
         # Maps signatures to the bytes that each storage mode can offload.
         self._offloadable: dict[Hashable, dict[str, int]] = {}
         self._times = StageTimes(closely=options.closely)
-        self._cache = None
-        if options.cache and not cut.sharding:
-            words = tuple(keeper.name for keeper in options.keepers)
-            self._cache = measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
+        words = tuple(keeper.name for keeper in options.keepers)
+        settings = options.fresh_gradients, options.preserve_rng_state, words
+        self._cache = measurement_cache(device, *settings) if options.cache and not cut.sharding else None
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         # If the input is a view, such as a microbatch, the rest of the viewed batch counts as fixed.
         self._input_bytes = 0 if cut.input_owned else view_bytes(tensors_in(self._input))

@@ -33,7 +33,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measure
 from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
-from rotor_py.plan.step_spec import covers, describe, reaches, spec_of
+from rotor_py.plan.step_spec import TensorSpec, describe, reaches, spec_of, specs_agree
 from rotor_py.stage.first_run import counters_aside
 from rotor_py.stage.forward_state import made_dropped
 from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
@@ -132,10 +132,6 @@ class LayerParts:
         self._found: dict[int, CapturedLayer] = {}  # maps ids of layers to their modes; the values hold the layers
         self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of each kind; None: no partial storage
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle no captured layers: a copy of the model captures its own ones."""
-        return {**self.__dict__, "_found": {}, "_kinds": {}}
-
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
@@ -202,7 +198,7 @@ class LayerSource(SequenceExecutor):
 
     def covers(self, planned: Any, value: Any) -> bool:
         """Whether `value` differs from the spec `planned` at most by fewer samples; others may need more memory."""
-        return covers(planned, value)
+        return specs_agree(planned, spec_of(value), TensorSpec.covers)
 
     def measure(
         self, value: Any, device: torch.device, options: MeasuringOptions, room: Any

@@ -185,9 +185,8 @@ class StageRunner:
     def _ways_with(keepers: Sequence[Keeper], own: Sequence[str]) -> tuple[str, ...]:
         forms = [keeper.name for keeper in keepers if not keeper.keeps_the_rest]
         ways = [*own, *forms, *(both(each, form) for form in forms for each in own)]
-        for keeper in keepers:
-            if keeper.keeps_the_rest:
-                ways += [keeper.name, *(both(each, keeper.name) for each in ways)]
+        for name in (keeper.name for keeper in keepers if keeper.keeps_the_rest):
+            ways += [name, *(both(each, name) for each in ways)]
         return tuple(ways)
 
     @property
