@@ -57,11 +57,11 @@ class Transparent(nn.Module):
         found = getattr(model, name)
         # Methods that call `self(...)` in training, such as Lightning's `training_step`, must not bypass the plan.
         trains = self.training and torch.is_grad_enabled()
-        if trains and isinstance(found, MethodType) and found.__self__ is model:
-            # Methods of torch do not call `self(...)`, and FSDP's need the model as `self`.
-            if str(getattr(found.__func__, "__module__", "")).partition(".")[0] != "torch":
-                return MethodType(found.__func__, self)
-        return found
+        if not trains or not isinstance(found, MethodType) or found.__self__ is not model:
+            return found
+        # Methods of torch do not call `self(...)`, and FSDP's need the model as `self`.
+        torchs = str(getattr(found.__func__, "__module__", "")).partition(".")[0] == "torch"
+        return found if torchs else MethodType(found.__func__, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("model")

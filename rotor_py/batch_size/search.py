@@ -11,7 +11,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -170,7 +169,8 @@ def largest(
     that it measures. A step's bytes are assumed to be convex in the batch, so the line through two batches is a lower
     bound outside them and an upper bound between. A batch with a lower bound over `mem_limit + slack` is not measured.
     """
-    for rounds in count():
+    begun = len(known)
+    while True:
         fitting = [batch for batch in known if batch in candidates and known[batch] <= mem_limit]
         if not fitting:
             first = candidates[0]
@@ -193,13 +193,12 @@ def largest(
         above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
         # `above` may be no candidate, so let `end` be at least the index after that of `following`.
         end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
-        if rounds >= _PATIENCE:
+        if len(known) - begun >= _PATIENCE:
             at = (place + end) // 2 if above is not None else 2 * place + 1
         else:
             at = bisect_right(candidates, _reached(known, fits, above, mem_limit)) - 1
         guess = candidates[min(max(at, place + 1), end - 1)]
         known[guess] = needs(guess)
-    raise AssertionError
 
 
 def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:

@@ -25,6 +25,7 @@ from rotor_py.errors import InvalidStateError
 from rotor_py.execute.instructions import Instructions
 from rotor_py.stage.compression import Converted
 from rotor_py.stage.runner import AttachedStage
+from rotor_solver import Backward, Loss
 
 current_task: Callable[[], int] = torch_compat.current_graph_task_id
 """Return the number that torch gives to the running backward pass; -1 outside of a backward."""
@@ -42,13 +43,6 @@ def goes_through(node: Node) -> bool:
 
 def goes_through_any(nodes: Iterable[Node | None]) -> bool:
     return any(node is not None and goes_through(node) for node in nodes)
-
-
-def hook_gradients(value: Any, hook: Callable[[Any], object]) -> None:
-    """Have each gradient of a tensor in `value` passed to `hook`. The graph holds the hook, which is freed with it."""
-    for tensor in tensors_in(value):
-        if tensor.requires_grad:
-            tensor.register_hook(hook)
 
 
 class ActivationStore:
@@ -184,7 +178,10 @@ class Passes:
         if not (others := set(self.nodes) - self._used):
             return None
         left = held.copy()
-        left.inputs.drop_all_but(self._instructions.read_before_backward(others))
+        # Keep the stage inputs that the replay reads before the last backward of the other nodes.
+        last = max(self._instructions.backward_at[stage] for stage in others)
+        before = (step.operation for step in self._instructions.replay[:last])
+        left.inputs.drop_all_but({each.stage for each in before if not isinstance(each, Loss | Backward)})
         return left
 
 

@@ -64,12 +64,6 @@ class Instructions:
     runs_after_backward: frozenset[int] = frozenset()
     """Stages that the replay runs again after their backward; only sequences by hand do that."""
 
-    def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
-        """Return the indices of the stage inputs that the replay reads before the last backward of `stages`."""
-        last = max(self.backward_at[stage] for stage in stages)
-        before = (step.operation for step in self.replay[:last])
-        return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
-
 
 # Cached, since training by hand calls this in every step. 64 is a guess: a process that alternates between more
 # sequences translates them again.

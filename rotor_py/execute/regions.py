@@ -38,7 +38,6 @@ from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only
 from rotor_py.distributed.sharding import gathered_to_read, groups_of
 from rotor_py.errors import InvalidStateError, InvalidValueError
-from rotor_py.execute.backward_passes import hook_gradients
 from rotor_py.execute.instructions import Runners
 from rotor_py.stage.forward_state import Surroundings
 from rotor_py.stage.protocol import offers_of
@@ -47,6 +46,7 @@ from rotor_py.stage.saved_tensors import (
     HandingOver,
     Saved,
     SavedAsItIs,
+    hook_gradients,
     innermost_run,
     last_node,
     nodes_behind,
@@ -55,15 +55,11 @@ from rotor_py.stage.saved_tensors import (
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.watching import holding
 
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Consecutive stages that the backward recomputes from the input of the first. Items: stages, and inner regions."""
-
-    items: tuple[int | Region, ...]
+# Consecutive stages that the backward recomputes from the input of the first: stages, by index, and inner regions.
+Region = tuple["int | Region", ...]
 
 
-def regions(sequence: Sequence) -> tuple[int | Region, ...]:
+def regions(sequence: Sequence) -> Region:
     """Return stored stages, by index, and regions, in order. ValueError if the sequence is not memory-persistent."""
     items, rest = _items(list(sequence))
     if rest:
@@ -71,7 +67,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     return items
 
 
-def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[Operation]]:
+def _items(operations: list[Operation]) -> tuple[Region, list[Operation]]:
     """Parse the forwards at the start of `operations`, to their last backward; return items and later operations."""
     found: list[tuple[int, int, bool]] = []  # of each item: first stage, stage after the last, whether it is stored
     at = 0
@@ -99,7 +95,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
             inside, rest = _items(rest)
             if _stages(inside) != list(range(first, stop)):
                 raise _not_nested(f"stages {first} to {stop - 1} are not recomputed together", stage=first)
-            items.append(Region(inside))
+            items.append(inside)
     return tuple(reversed(items)), rest
 
 
@@ -108,13 +104,13 @@ def _not_nested(reason: str, stage: int | None = None) -> InvalidValueError:
     return InvalidValueError(text, kind="not_nested", stage=stage)
 
 
-def _stages(items: tuple[int | Region, ...]) -> list[int]:
-    return [stage for item in items for stage in (_stages(item.items) if isinstance(item, Region) else [item])]
+def _stages(items: Region) -> list[int]:
+    return [stage for item in items for stage in (_stages(item) if isinstance(item, tuple) else [item])]
 
 
 def run(
     runners: Operations[StageRunner],
-    items: tuple[int | Region, ...],
+    items: Region,
     value: Any,
     options: Mapping[int, int] = MappingProxyType({}),
     context: tuple[Any, ...] = (),
@@ -135,11 +131,11 @@ class _Chain:
     context: tuple[Any, ...]
     known: dict[int, Surroundings] = field(default_factory=dict)
 
-    def store(self, items: tuple[int | Region, ...], value: Any) -> Any:
+    def store(self, items: Region, value: Any) -> Any:
         for item in items:
-            if isinstance(item, Region):
-                first = partial(self._run_first, _stages(item.items))
-                value = _Recomputed(partial(self.store, item.items), value).run(first, value)
+            if isinstance(item, tuple):
+                first = partial(self._run_first, _stages(item))
+                value = _Recomputed(partial(self.store, item), value).run(first, value)
                 # Have the backward wait for gradients with a pending collective before it recomputes the region.
                 hook_gradients(value, wait_for)
             elif item in self.known:

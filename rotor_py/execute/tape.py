@@ -66,7 +66,6 @@ from rotor_py.execute.backward_passes import (
     Unclaimed,
     goes_through,
     goes_through_any,
-    hook_gradients,
     retains_graph,
 )
 from rotor_py.execute.instructions import Instructions, Runners, Step, read_sequence
@@ -75,6 +74,7 @@ from rotor_py.stage.error_context import watchers
 from rotor_py.stage.forward_state import Surroundings, recall_effects
 from rotor_py.stage.replayed_routing import draws
 from rotor_py.stage.runner import AttachedStage, Left, StageRunner, run_offloadable
+from rotor_py.stage.saved_tensors import hook_gradients
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.offload import Moves
 

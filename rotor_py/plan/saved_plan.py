@@ -45,11 +45,6 @@ _RANGES = {"mem_limit": (1, 2**63 - 1), "room": (1, 2**63 - 1), "forwards": (1, 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _Model(TypedDict):
-    layers: dict[str, str]
-    parameters: dict[str, str]
-
-
 class _Tensor(TypedDict):
     shape: list[int]
     dtype: str
@@ -277,8 +272,8 @@ class Plan:
             if found["compiled"] is not None:
                 raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
             _log.warning(
-                f"plan again to be sure: {file} was made with torch {shortened(data['torch'])}, and peaks and times may "
-                f"differ with torch {torch.__version__}",
+                f"plan again to be sure: {file} was made with torch {shortened(data['torch'])}, and peaks and times "
+                f"may differ with torch {torch.__version__}",
                 extra=record_fields("other_torch", name=str(file)),
             )
         return cls(**found)
@@ -310,7 +305,7 @@ _FIELDS = _hints(Plan) | {
     "beside": list[str],
     "costs": Any,
     "digest": str,
-    "model": _Model,
+    "model": dict[str, dict[str, str]],
     "input": _Input,
     "step_in_backward": _Stepping | None,
     "solver": _Solver,

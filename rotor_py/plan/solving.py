@@ -194,12 +194,11 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
 
 
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
-    assert plan.file is not None
     before = plan.budget
     plan.count_optimizer(model.counted_optimizer())
     if plan.unlimited(model.settings) or plan.budget == before:
         return
-    peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
+    peak, limit = plan.budget.peak_bytes(plan.followed), model.limit_bytes(model.device_of(plan.input_spec))
     if peak > limit:
         _log.warning(
             f"plan again with optimizer= given: the plan was made for another optimizer, or for none, and with this "

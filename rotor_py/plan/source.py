@@ -244,13 +244,18 @@ class LayerSource(SequenceExecutor):
         return self.execute(cut.stages, partial(self._runners, cut, how), value, how)
 
     def _runners(self, cut: Cut, how: Following) -> Runners:
-        kept, made = [keeper.name for keeper in how.keepers], []
-        for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True):
-            offers = self._parts.planned(function, name, ways, kept)
-            made.append(
-                StageRunner(function, name, how.preserve_rng_state, ways=ways, keepers=how.keepers, offers=offers)
+        kept = [keeper.name for keeper in how.keepers]
+        return Runners(
+            StageRunner(
+                function,
+                name,
+                how.preserve_rng_state,
+                ways=ways,
+                keepers=how.keepers,
+                offers=self._parts.planned(function, name, ways, kept),
             )
-        return Runners(made)
+            for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True)
+        )
 
 
 class GraphSource(SequenceExecutor):

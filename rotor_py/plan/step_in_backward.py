@@ -34,9 +34,10 @@ from torch import nn
 from rotor_profiling import torch_compat
 from rotor_profiling.optimizer import plain_step
 from rotor_py.errors import DescribedError, InvalidStateError
-from rotor_py.execute.backward_passes import current_task, hook_gradients
+from rotor_py.execute.backward_passes import current_task
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import hook_gradients
 
 # Number of the last backward pass that began at a loss scaled by a `GradScaler`; empty before the first such pass.
 _last: list[int] = []

@@ -119,7 +119,7 @@ def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
 def specs_agree(
     planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool], *, texts: bool = True
 ) -> bool:
-    """Whether `compare` is true of each two tensors of two specs, and other values are equal, or with texts=False, str."""
+    """Whether `compare` is true of all pairs of tensors in two specs, and other values are equal (see `same_kind`)."""
     expected, structure = torch_compat.tree_flatten(planned)
     found, other = torch_compat.tree_flatten(spec)
     return structure == other and all(

@@ -35,9 +35,9 @@ class KeptStorage:
 
     __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "need", "undecided")
 
-    def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.kept: Saved = SavedAsItIs(tensor)
-        self.need = need  # what the nodes that saved it read of it, as far as known: its shape, signs or values
+        self.need = Need.NUMBERS  # what the nodes that saved it read of it, as far as known: its shape, signs or values
         self.undecided: set[int] = set()  # sequence numbers of nodes that saved it, and of which this is not known yet
         self.dtype = tensor.dtype
         self._writes = tensor.detach()  # shares the version counter of the saved tensor, but, below, not its memory

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.storage import tensors_in
 from rotor_py.errors import record_fields
+from rotor_py.stage.saved_tensors import hook_gradients
 
 # The CPU's allocator raises a RuntimeError; only its message shows that memory ran out.
 _CPU = "DefaultCPUAllocator: can't allocate memory"
@@ -78,9 +78,7 @@ class During:
 def tell_of_backward(output: Any, name: str) -> None:
     # Register hooks only for watchers, which are rare: hooks take time in every step.
     if watchers and torch.is_grad_enabled():
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: _tell(BACKWARD, name, True))
+        hook_gradients(output, lambda _: _tell(BACKWARD, name, True))
 
 
 def _tell(doing: str, name: str, begins: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import Node
 
-from rotor_profiling import torch_compat
+from rotor_profiling import tensors_in, torch_compat
 from rotor_profiling.torch_compat import c_autograd, is_fake
 from rotor_py.errors import InvalidStateError
 
@@ -52,6 +52,13 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat, detached tensor of all elements of the storage of `tensor`, in the same dtype."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((count,), (1,), 0)
+
+
+def hook_gradients(value: Any, hook: Callable[[Any], object]) -> None:
+    """Have each gradient of a tensor in `value` passed to `hook`. The graph holds the hook, which is freed with it."""
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
 
 # The backward of ReLU and similar nodes reads only the signs of a saved tensor. A saved-tensor hook gets no node. But

@@ -22,7 +22,7 @@ from rotor_profiling import measured_peak
 from rotor_profiling.backends import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.regions import Region, regions, run
+from rotor_py.execute.regions import regions, run
 from rotor_py.execute.tape import Tape
 from rotor_py.stage import compression
 from rotor_py.stage.compression import Packed
@@ -237,7 +237,7 @@ def test_the_output_of_a_region_is_freed_once_the_next_stage_has_read_it() -> No
     model[1].register_forward_pre_hook(lambda _, args: outputs.append(weakref.ref(args[0])))
     there: list[bool] = []
     model[2].register_forward_pre_hook(lambda *_: there.append(outputs[0]() is not None))
-    run(runners_of(model), (Region((0,)), 1, 2), torch.randn(2, 3))
+    run(runners_of(model), ((0,), 1, 2), torch.randn(2, 3))
     assert there == [False]
 
 
@@ -280,7 +280,7 @@ def test_numbers_are_those_of_plain_training_bit_for_bit(name: str) -> None:
     plain, last = copy.deepcopy(start), len(start) - 1
     expected = steps(plain, plain, sample, region)
     drawn = [regions(persistent_sequence(last + 1, random.Random(seed))) for seed in range(3)]
-    for items in ((Region(tuple(range(last))), last), *drawn):
+    for items in ((tuple(range(last)), last), *drawn):
         model = copy.deepcopy(start)
         runners = runners_of(model)
         assert_same(steps(model, lambda value: run(runners, items, value), sample, region), expected)  # noqa: B023
@@ -302,7 +302,7 @@ def test_gradients_of_gradients_go_through_recomputed_stages() -> None:
 def test_a_stage_that_does_something_else_the_second_time_is_refused() -> None:
     rows = Noted([1, 2, 3])
     stage = StageRunner(lambda value: value[rows.pop(0) :].exp(), "changing")
-    output = run([stage], (Region((0,)),), torch.randn(8, 4, requires_grad=True))
+    output = run([stage], ((0,),), torch.randn(8, 4, requires_grad=True))
     with raises(RuntimeError, "rerun_differs"):
         output.sum().backward()
 

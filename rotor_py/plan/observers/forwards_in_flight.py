@@ -17,11 +17,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from rotor_profiling import torch_compat
 from rotor_py.errors import record_fields
-from rotor_py.execute.backward_passes import current_task, goes_through, hook_gradients, retains_graph
+from rotor_py.execute.backward_passes import current_task, goes_through, retains_graph
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import hook_gradients
 from rotor_py.units import exact_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 from rotor_solver.in_flight import Footprint, with_room_at_loss

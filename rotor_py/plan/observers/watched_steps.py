@@ -20,10 +20,11 @@ from rotor_profiling.isolate import gradients_of
 from rotor_profiling.storage import dense_parts
 from rotor_py.distributed.processes import gather_objects
 from rotor_py.errors import record_fields
-from rotor_py.execute.backward_passes import current_task, hook_gradients, retains_graph
+from rotor_py.execute.backward_passes import current_task, retains_graph
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import hook_gradients
 from rotor_py.units import exact_bytes, format_bytes
 from rotor_solver import InfeasibleError, simulate
 
