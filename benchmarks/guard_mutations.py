@@ -45,14 +45,14 @@ MUTATIONS = [
     # The tape
     mutation(
         "checkpoints are kept beyond the recomputations that read them",
-        "        self._refuse_overwritten(stage, value, before)\n        held.inputs.drop_all_but(step.live)\n",
-        "        self._refuse_overwritten(stage, value, before)\n",
+        "            raise\n        held.inputs.drop_all_but(step.live)\n",
+        "            raise\n",
         "two in flight, in reverse",
     ),
     mutation(
         "every checkpoint asks for a gradient",
-        "self.needs_gradient[stage], strict=True):\n            tensor.requires_grad_(needed)",
-        "self.needs_gradient[stage], strict=True):\n            tensor.requires_grad_(True)",
+        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(needed)",
+        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(True)",
         "two in flight, in reverse",
     ),
     mutation(

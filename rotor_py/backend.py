@@ -77,9 +77,8 @@ class GraphPlanner:
     def __init__(self, graph: CapturedGraph, settings: Settings) -> None:
         self.graph = graph
         self.settings = settings
-        self.model: PlannedGraph | None = None
-        self.plan: StepPlan | None = None  # the last plan; it serves inputs no larger than the one it was made for
-        self._reach: Any = None  # the spec of the input that `plan` was made for
+        # the last plan, with the spec of the input that it was made for: it serves inputs that are no larger
+        self._planned: tuple[StepPlan, PlannedGraph, Any] | None = None
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
         self._executor = SequenceExecutor(graph.graph_module)
@@ -92,12 +91,10 @@ class GraphPlanner:
         if not graph.trains:
             return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)
-        if self.plan is None or not reaches(self._reach, value):
+        if self._planned is None or not reaches(self._planned[2], value):
             with planning:
-                self._plan(value, arguments)
-        plan, model, flying = self.plan, self.model, self._forwards.in_flight()
-        assert plan is not None
-        assert model is not None
+                self._planned = self._plan(value, arguments)
+        (plan, model, _), flying = self._planned, self._forwards.in_flight()
         if not flying:
             make_room_for_forwards(plan, model)
         assert plan.cut is not None
@@ -107,7 +104,7 @@ class GraphPlanner:
         self._forwards.forward_returned(plan, sequence, model, made)
         return graph.leave(made, values)
 
-    def _plan(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+    def _plan(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[StepPlan, PlannedGraph, Any]:
         graph, settings = self.graph, self.settings
         tensors = tensors_in(arguments)
         device = main_device(tensors)
@@ -121,7 +118,6 @@ class GraphPlanner:
             silent=graph.silent,
         )
         stages.walk()
-        stages.settle_layouts(())
         context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, 0)
         plain = MeasuredGraph(graph, cut, stages, context, loss, value, ())
         # The graph has neither the optimizer nor parameters that the model does not use, so the budget omits both.
@@ -133,9 +129,10 @@ class GraphPlanner:
         variants = [] if self._compiler is None else compiled_variants(plain, self._compiler, room=room)
         ways = tuple(MeasuredCut(each.cut, each.measurement) for each in (*variants, plain))
         plan = StepPlan(LayerSource(whole), plain.measurement, budget, spec=None, cut=cut, ways=ways)
-        if self.plan is not None:
-            plan.most_in_flight = self.plan.most_in_flight
-            plan.in_reverse, plan.in_other_order = self.plan.in_reverse, self.plan.in_other_order
+        if self._planned is not None:
+            before = self._planned[0]
+            plan.most_in_flight = before.most_in_flight
+            plan.in_reverse, plan.in_other_order = before.in_reverse, before.in_other_order
         solve(plan, model)
-        self.plan, self.model, self._reach = plan, model, spec_of(value)
         self._executor = SequenceExecutor(graph.graph_module)  # the old one caches runners for the old plan
+        return plan, model, spec_of(value)

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from rotor_py.plan.planned_model import PlannedModel
 from rotor_py.plan.planner import Planner
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings, refuse_excluded
+from rotor_py.plan.solving import solve
 from rotor_py.plan.step_spec import arguments_of
 from rotor_py.stage.protocol import calling_instead
 from rotor_py.transparent import Transparent, core_of, in_training
@@ -51,10 +53,10 @@ class ModelsSignature:
         if kind not in self._signed:  # one function per class, so that `module.forward == module.forward`
             method = self._method
 
+            @wraps(method)
             def signed(*args: Any, **kwargs: Any) -> Any:
                 return method(*args, **kwargs)
 
-            signed.__name__, signed.__qualname__, signed.__doc__ = method.__name__, method.__qualname__, method.__doc__
             with suppress(AttributeError, TypeError, ValueError):  # methods written in C may have no signature
                 signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined] # read by inspect
             self._signed[kind] = signed
@@ -217,8 +219,9 @@ class Checkpointable(PlannedModel):
         # Plan a forward in eval mode, too, which may train inputs or adapters, if there is a limit and one process.
         if not torch.is_grad_enabled() or not (self.training or (self.mem_limit is not None and planner.model.alone)):
             return self.model.forward(*args, **kwargs)
-        if traced:
-            planner.warn_of_torch_compile()
+        if traced and planner.settings.inductor is None:
+            text = "write Checkpointable(model, compile=True): torch.compile around a Checkpointable compiles nothing"
+            planner.warn_once(text, record_fields("compile_ignored", name="torch.compile"))
         if isinstance(self.model, DistributedDataParallel):
             # DDP's own forward prepares the reducer, then calls the inner module, which follows the plan.
             with calling_instead(planner.model.core, planner.run):
@@ -228,7 +231,9 @@ class Checkpointable(PlannedModel):
         except InfeasibleError as error:
             if self.training:
                 raise
-            planner.warn_of_evaluation(error)
+            text = f"use torch.no_grad() if you need no gradients: a forward in eval mode runs without a plan ({error})"
+            extra = record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit)
+            planner.warn_once(text, extra)
         # Run without a plan, after the `except` block: inside it, the error's traceback would hold tensors.
         return self.model.forward(*args, **kwargs)
 
@@ -297,7 +302,8 @@ class Checkpointable(PlannedModel):
         """
         if isinstance(algo, type):
             algo = algo(**algo_kwargs)
-        return self._planner.solve(custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
+        planner = self._planner
+        return solve(planner.in_use, planner.model, custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
 
     def divide(self, budget: Budget) -> None:
         """Replace the plan's budget; the next forward solves for it. Raises ValueError if nothing has been measured."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rotor_profiling.isolate import set_meanwhile
 from rotor_profiling.torch_compat import is_optimized
 from rotor_py.errors import record_fields
 
@@ -56,13 +57,17 @@ class Transparent(nn.Module):
         found = getattr(model, name)
         # Methods that call `self(...)` in training, such as Lightning's `training_step`, must not bypass the plan.
         trains = self.training and torch.is_grad_enabled()
-        if trains and isinstance(found, MethodType) and found.__self__ is model and not _is_torchs(found):
-            return MethodType(found.__func__, self)
-        return found
+        if not trains or not isinstance(found, MethodType) or found.__self__ is not model:
+            return found
+        # Methods of torch do not call `self(...)`, and FSDP's need the model as `self`.
+        torchs = str(getattr(found.__func__, "__module__", "")).partition(".")[0] == "torch"
+        return found if torchs else MethodType(found.__func__, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("model")
-        if model is None or name in self.__dict__ or _is_own(type(self), name):
+        # Set properties on the wrapper, and `forward`, which Accelerate replaces.
+        own = model is None or name in self.__dict__ or name == "forward"
+        if own or hasattr(inspect.getattr_static(type(self), name, None), "__set__"):
             object.__setattr__(self, name, value)
         else:
             setattr(model, name, value)  # private attributes, too: the model's methods set and read them
@@ -102,16 +107,6 @@ class Transparent(nn.Module):
         return self
 
 
-def _is_own(kind: type, name: str) -> bool:
-    """Whether to set `name` on the wrapper, not on the model: a property, or `forward`, which Accelerate replaces."""
-    return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
-
-
-def _is_torchs(method: MethodType) -> bool:
-    """Whether torch defines a method: such methods do not call `self(...)`, and FSDP's need the model as `self`."""
-    return str(getattr(method.__func__, "__module__", "")).partition(".")[0] == "torch"
-
-
 def core_of(model: nn.Module) -> nn.Module:
     """Return the module to cut into stages: the one inside DistributedDataParallel and `torch.compile`, if any."""
     if isinstance(model, DistributedDataParallel):
@@ -129,11 +124,7 @@ def in_training(module: Transparent) -> Iterator[None]:
     if module.training:
         yield
         return
-    modes = [(each, each.training) for each in module.model.modules()]
-    module.train()
-    try:
+    modules = (module, *module.model.modules())
+    with set_meanwhile(*((each, {"training": each.training}) for each in modules)):
+        module.train()
         yield
-    finally:
-        module.training = False
-        for each, mode in modes:
-            each.training = mode

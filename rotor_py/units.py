@@ -63,8 +63,7 @@ def format_bytes(size: int) -> str:
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
         scaled = size / 10**power
         if abs(scaled) >= 0.9995:
-            digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-            return f"{scaled:.{digits}f} {unit}"
+            return f"{_three_digits(scaled)} {unit}"
     return f"{size} B"
 
 
@@ -84,8 +83,11 @@ def limit_text(size: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format a time with three significant digits and a unit: 1.25 s, 31.0 ms, 250 µs."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        scaled = seconds * factor
-        if scaled >= 0.9995 or unit == "µs":
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
-    raise AssertionError
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 0.9995:
+            return f"{_three_digits(seconds * factor)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0}f}"

@@ -132,8 +132,7 @@ class MeasuredBatches:
     def agreed(self, number: float) -> float:
         """Return the maximum of `number` over all processes, which must call this together. Call `of` first."""
         group = self._group
-        found: float = number if group is None else max(gather_objects(number, group, self._any.device))
-        return found
+        return number if group is None else max(gather_objects(number, group, self._any.device))
 
     def step_peak(self, batch: int) -> int | None:
         """Return the measured peak of a planned step in bytes; None if the device has too little free memory for it."""

@@ -11,15 +11,13 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import rotor_solver
-from rotor_py.distributed.processes import gather_objects
-from rotor_py.errors import PlanMismatchError
+from rotor_py.distributed.processes import gather_objects, refuse_other_ranks
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import costliest
@@ -76,10 +74,8 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
     """Return the maximum of each cost over the processes of `group`. All raise PlanMismatchError if stages differ."""
     if group is None:
         return costs
-    found: list[StepCosts] = gather_objects(costs, group, device)
-    for rank, other in enumerate(found):
-        if other.stages != found[0].stages:
-            raise PlanMismatchError("the stages of the model", found[0].stages, f"{other.stages} on rank {rank}")
+    found = gather_objects(costs, group, device)
+    refuse_other_ranks("the stages of the model", [each.stages for each in found])
     budgets = [each.budget for each in found]
     sizes = {"before_bytes", "snapshot_bytes", "stepping_bytes", "held_beside"}
     links = [budget.link for budget in budgets if budget.link is not None]
@@ -173,7 +169,8 @@ def largest(
     that it measures. A step's bytes are assumed to be convex in the batch, so the line through two batches is a lower
     bound outside them and an upper bound between. A batch with a lower bound over `mem_limit + slack` is not measured.
     """
-    for rounds in count():
+    begun = len(known)
+    while True:
         fitting = [batch for batch in known if batch in candidates and known[batch] <= mem_limit]
         if not fitting:
             first = candidates[0]
@@ -196,13 +193,12 @@ def largest(
         above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
         # `above` may be no candidate, so let `end` be at least the index after that of `following`.
         end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
-        if rounds >= _PATIENCE:
+        if len(known) - begun >= _PATIENCE:
             at = (place + end) // 2 if above is not None else 2 * place + 1
         else:
             at = bisect_right(candidates, _reached(known, fits, above, mem_limit)) - 1
         guess = candidates[min(max(at, place + 1), end - 1)]
         known[guess] = needs(guess)
-    raise AssertionError
 
 
 def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:

@@ -251,12 +251,10 @@ def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
 def runners_of(
     stages: Sequence[Layer], preserve_rng_state: bool, ways: Sequence[Sequence[str]], keepers: Sequence[Keeper]
 ) -> Runners:
-    def runner(number: int) -> StageRunner:
-        name, stage = stages[number]
-        hands_on = not offers_of(stage).last
-        return StageRunner(stage, name, preserve_rng_state, hands_on=hands_on, ways=ways[number], keepers=keepers)
-
-    return Runners(stages, runner)
+    return Runners(
+        StageRunner(stage, name, preserve_rng_state, hands_on=not offers_of(stage).last, ways=own, keepers=keepers)
+        for (name, stage), own in zip(stages, ways, strict=True)
+    )
 
 
 def shared_apart(stages: Sequence[Layer], value: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

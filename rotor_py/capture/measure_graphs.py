@@ -146,7 +146,6 @@ def measure_graphs(
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
             # As if operators had made them: autograd forbids in-place writes into leaves.
             made = enter_graph(torch.empty(0, requires_grad=True), stages.walk(options.progress))
-            stages.settle_layouts(())
             returned = tuple(map(weakref.ref, tensors_in(made)))
             context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
             outputs = graph.leave(made, values)

@@ -61,7 +61,6 @@ class MeasuredGraph:
     def measured_as(self, cut: Cut, progress: Progress | None = None) -> MeasuredGraph:
         stages = self.stages.of(cut)
         stages.walk(progress)
-        stages.settle_layouts(())
         return replace(self, cut=cut, stages=stages)
 
     @property

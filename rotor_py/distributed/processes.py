@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from rotor_profiling import bytes_like
 from rotor_profiling.backends import prediction
 from rotor_profiling.torch_compat import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
-from rotor_py.errors import InvalidValueError
+from rotor_py.errors import InvalidValueError, PlanMismatchError
+
+T = TypeVar("T")
 
 # With two dimensions of parallelism, a process is in two groups with different members. Processes that share a group,
 # directly or through others, must follow one plan: otherwise two could wait for each other in different collectives.
@@ -125,8 +127,6 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return the groups of the device meshes over which the parameters are sharded, one per mesh dimension."""
-    if not dist.is_initialized():
-        return []
     with at_rest(model):
         meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if is_dtensor(p))
     return [group for mesh in meshes for group in mesh.get_all_groups()]
@@ -151,7 +151,7 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
     """Return, by position in `numbers`, the maximum over `group`. Collective. Raises ValueError if lengths differ."""
     if group is None or alone_in_a_prediction():
         return list(numbers)
-    every: list[list[int]] = gather_objects(list(numbers), group, device)
+    every = gather_objects(list(numbers), group, device)
     least, most = min(map(len, every)), max(map(len, every))
     if most != least:
         raise InvalidValueError(
@@ -160,7 +160,7 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
     return [max(each) for each in zip(*every, strict=True)]
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+def gather_objects(value: T, group: dist.ProcessGroup, device: torch.device) -> list[T]:
     """Return the `value` that each process of `group` passes, in the order of ranks. Collective."""
     if alone_in_a_prediction():
         return [value] * dist.get_world_size(group)
@@ -168,6 +168,13 @@ def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -
     with sending_from(device):
         dist.all_gather_object(found, value, group=group)
     return found
+
+
+def refuse_other_ranks(field: str, of_ranks: Sequence[object]) -> None:
+    """Raise PlanMismatchError if a process has another `field` than rank 0; `of_ranks` has those of all."""
+    for rank, other in enumerate(of_ranks):
+        if other != of_ranks[0]:
+            raise PlanMismatchError(field, of_ranks[0], f"{other} on rank {rank}")
 
 
 def sending_from(device: torch.device) -> AbstractContextManager[object]:

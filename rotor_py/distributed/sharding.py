@@ -266,14 +266,6 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
 
 
 @contextmanager
-def gathered_again(function: Any) -> Iterator[None]:
-    """Inside the context, a stage's parameters are gathered for its recomputation, for which FSDP does not gather."""
-    with gathered_to_read() as need:
-        need(groups_of(function) if isinstance(function, nn.Module) else ())
-        yield
-
-
-@contextmanager
 def gathered_to_read() -> Iterator[Callable[[Collection[ShardGroup]], None]]:
     """Gather sharded parameters that a recomputation in a backward reads, since FSDP may have gathered another group.
 

@@ -25,15 +25,12 @@ from rotor_py.errors import InvalidStateError
 from rotor_py.execute.instructions import Instructions
 from rotor_py.stage.compression import Converted
 from rotor_py.stage.runner import AttachedStage
+from rotor_solver import Backward, Loss
 
 current_task: Callable[[], int] = torch_compat.current_graph_task_id
 """Return the number that torch gives to the running backward pass; -1 outside of a backward."""
 retains_graph: Callable[[], bool] = torch_compat.get_current_graph_task_keep_graph
 """Whether the running backward pass retains the graph, so that another pass through it can follow."""
-
-
-def in_backward() -> bool:
-    return current_task() != -1
 
 
 def goes_through(node: Node) -> bool:
@@ -71,9 +68,6 @@ class ActivationStore:
     def __getitem__(self, index: int) -> Any:
         value = self._held[index]
         return value if self.storage_dtype is None else tree_map_only(Converted, Converted.tensor, value)
-
-    def get(self, index: int) -> Any:
-        return self[index] if index in self._held else None
 
     def keep(self, index: int, value: Any) -> None:
         value = tree_map_only(torch.Tensor, detached, value)
@@ -184,7 +178,10 @@ class Passes:
         if not (others := set(self.nodes) - self._used):
             return None
         left = held.copy()
-        left.inputs.drop_all_but(self._instructions.read_before_backward(others))
+        # Keep the stage inputs that the replay reads before the last backward of the other nodes.
+        last = max(self._instructions.backward_at[stage] for stage in others)
+        before = (step.operation for step in self._instructions.replay[:last])
+        left.inputs.drop_all_but({each.stage for each in before if not isinstance(each, Loss | Backward)})
         return left
 
 
@@ -229,9 +226,7 @@ class Unclaimed:
 
 
 def _split(arrived: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    at = next(i for i, gradient in enumerate(arrived) if gradient is not None)
-    first = arrived[at]
-    assert first is not None
+    at, first = next((i, gradient) for i, gradient in enumerate(arrived) if gradient is not None)
     return first, (*arrived[:at], *arrived[at + 1 :])
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
-from types import MappingProxyType
+from itertools import groupby, pairwise
 from typing import Any
 
 from rotor_profiling.storage import wait_for
@@ -64,12 +63,6 @@ class Instructions:
     """Maps stages to the index of their storage option; stages with option 0, which store all, are left out."""
     runs_after_backward: frozenset[int] = frozenset()
     """Stages that the replay runs again after their backward; only sequences by hand do that."""
-
-    def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
-        """Return the indices of the stage inputs that the replay reads before the last backward of `stages`."""
-        last = max(self.backward_at[stage] for stage in stages)
-        before = (step.operation for step in self.replay[:last])
-        return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
 
 
 # Cached, since training by hand calls this in every step. 64 is a guess: a process that alternates between more
@@ -145,17 +138,17 @@ def _backward_at(operations: Operations[Operation]) -> dict[int, int]:
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
     """Group consecutive forwards that may run as one function: of `plain` stages that store all and keep no input."""
-    found: list[list[Step]] = []
-    joins = False
-    for step in steps:
-        before, operation = joins, step.operation
-        whole = isinstance(operation, ForwardEnable) and operation.option == 0 and operation.stage in plain
-        joins = whole and operation.stage not in step.live  # type: ignore[union-attr] # no loss here
-        if joins and before:
-            found[-1].append(step)
-        else:
-            found.append([step])
-    return tuple(map(tuple, found))
+
+    def joins(step: Step) -> bool:
+        each = step.operation
+        whole = isinstance(each, ForwardEnable) and each.option == 0
+        return whole and each.stage in plain and each.stage not in step.live  # type: ignore[union-attr] # no loss here
+
+    found: list[tuple[Step, ...]] = []
+    for together, group in groupby(steps, joins):
+        members = tuple(group)
+        found += [members] if together else [(step,) for step in members]
+    return tuple(found)
 
 
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
@@ -187,14 +180,13 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
     return result[::-1]
 
 
-NamedStage = tuple[str, Callable[..., Any]]
 JoinedRun = Callable[[list[Any], tuple[Any, ...]], tuple[Any, ...]]
 """Runs several stages as one. Arguments: the first one's input in a list, which it empties; values all stages share."""
 
 
-def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
+def joined_run(stages: Operations[StageRunner]) -> JoinedRun | None:
     """Return a function that runs these consecutive stages as one; None if they have to run one by one."""
-    parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
+    parts = [(part, each.name) for each in stages for part in offers_of(each.function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
         return None
@@ -211,48 +203,19 @@ def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
     return joined
 
 
-_WHOLE: Mapping[int, int] = MappingProxyType({})
+class Runners(list[StageRunner]):
+    """The runners of a chain's stages, with the functions that run several of these stages as one."""
 
-
-class Runners:
-    """Runners of `stages`, each made by `make` when first used. `options` maps stages to storage options, if not 0."""
-
-    def __init__(
-        self, stages: Operations[NamedStage], make: Callable[[int], StageRunner], options: Mapping[int, int] = _WHOLE
-    ) -> None:
-        self.stages = stages
-        self.options = options
-        self._make = make
-        self._made: dict[int, StageRunner] = {}
+    def __init__(self, runners: Iterable[StageRunner]) -> None:
+        super().__init__(runners)
         self._joined: dict[tuple[int, int], JoinedRun | None] = {}
-
-    @classmethod
-    def of(cls, runners: Operations[StageRunner]) -> Runners:
-        return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
         """Return runners with these storage options, and 0 for other stages. ValueError if a stage lacks its option."""
-        if options is self.options:
-            return self
-        found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)
-        for stage in options:  # raises before any stage runs
-            found[stage]
-        return found
+        return Runners(runner.by(options.get(stage, 0)) for stage, runner in enumerate(self))
 
     def joined(self, first: int, stop: int) -> JoinedRun | None:
         key = first, stop
         if key not in self._joined:
-            self._joined[key] = joined_run(self.stages[first:stop])
+            self._joined[key] = joined_run(self[first:stop])
         return self._joined[key]
-
-    def __len__(self) -> int:
-        return len(self.stages)
-
-    def __iter__(self) -> Iterator[StageRunner]:
-        return (self[stage] for stage in range(len(self.stages)))
-
-    def __getitem__(self, stage: int) -> StageRunner:
-        found = self._made.get(stage)
-        if found is None:
-            found = self._made[stage] = self._make(stage)
-        return found

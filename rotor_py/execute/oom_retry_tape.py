@@ -185,9 +185,9 @@ class OOMRetryTape(Tape):
                 found = super().backward(stage, gradients)
                 break
             except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                if (sequence := self._plans.rest(error, self._inexact(stage), stage + 1)) is None:
+                if not is_out_of_memory(error) or (
+                    (sequence := self._plans.rest(error, self._inexact(stage), stage + 1)) is None
+                ):
                     raise
             random.restore()
             self._begin_anew(from_input(stage + 1, sequence), self._input)

@@ -31,11 +31,12 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only
-from rotor_py.distributed.sharding import gathered_again
+from rotor_py.distributed.sharding import gathered_to_read, groups_of
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.instructions import Runners
 from rotor_py.stage.forward_state import Surroundings
@@ -43,25 +44,22 @@ from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.saved_tensors import (
     HandingOver,
-    NoReceiver,
     Saved,
     SavedAsItIs,
+    hook_gradients,
     innermost_run,
     last_node,
     nodes_behind,
     tensor_of,
 )
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+from rotor_solver.watching import holding
+
+# Consecutive stages that the backward recomputes from the input of the first: stages, by index, and inner regions.
+Region = tuple["int | Region", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Consecutive stages that the backward recomputes from the input of the first. Items: stages, and inner regions."""
-
-    items: tuple[int | Region, ...]
-
-
-def regions(sequence: Sequence) -> tuple[int | Region, ...]:
+def regions(sequence: Sequence) -> Region:
     """Return stored stages, by index, and regions, in order. ValueError if the sequence is not memory-persistent."""
     items, rest = _items(list(sequence))
     if rest:
@@ -69,7 +67,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     return items
 
 
-def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[Operation]]:
+def _items(operations: list[Operation]) -> tuple[Region, list[Operation]]:
     """Parse the forwards at the start of `operations`, to their last backward; return items and later operations."""
     found: list[tuple[int, int, bool]] = []  # of each item: first stage, stage after the last, whether it is stored
     at = 0
@@ -97,7 +95,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
             inside, rest = _items(rest)
             if _stages(inside) != list(range(first, stop)):
                 raise _not_nested(f"stages {first} to {stop - 1} are not recomputed together", stage=first)
-            items.append(Region(inside))
+            items.append(inside)
     return tuple(reversed(items)), rest
 
 
@@ -106,13 +104,13 @@ def _not_nested(reason: str, stage: int | None = None) -> InvalidValueError:
     return InvalidValueError(text, kind="not_nested", stage=stage)
 
 
-def _stages(items: tuple[int | Region, ...]) -> list[int]:
-    return [stage for item in items for stage in (_stages(item.items) if isinstance(item, Region) else [item])]
+def _stages(items: Region) -> list[int]:
+    return [stage for item in items for stage in (_stages(item) if isinstance(item, tuple) else [item])]
 
 
 def run(
-    runners: Operations[StageRunner] | Runners,
-    items: tuple[int | Region, ...],
+    runners: Operations[StageRunner],
+    items: Region,
     value: Any,
     options: Mapping[int, int] = MappingProxyType({}),
     context: tuple[Any, ...] = (),
@@ -121,36 +119,26 @@ def run(
 
     `items` come from `regions`. `options` maps stages to storage options other than 0. All stages get `context`.
     """
-    again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
-    stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
-    return _Chain(runners, stored, again, context).store(items, value)
-
-
-def _wait_before_recompute(value: Any) -> None:
-    """Have the backward wait for gradients of `value` with a pending collective before it recomputes a region."""
-    # A function of its own: in `_Chain.store`, the loop's variable would hold the last tensor until the next region.
-    for tensor in tensors_in(value):
-        if tensor.requires_grad:
-            tensor.register_hook(wait_for)
+    return _Chain(runners, Runners(runners).by(options), context).store(items, value)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The stages of one forward. `again`: stages in regions; `known` maps these to the state of their first run."""
+    """The stages of one forward. `known` maps stages in regions to the state of their first run, once they have run."""
 
-    runners: Operations[StageRunner] | Runners
+    runners: Operations[StageRunner]
     stored: list[StageRunner]  # with their storage options
-    again: frozenset[int]
     context: tuple[Any, ...]
     known: dict[int, Surroundings] = field(default_factory=dict)
 
-    def store(self, items: tuple[int | Region, ...], value: Any) -> Any:
+    def store(self, items: Region, value: Any) -> Any:
         for item in items:
-            if isinstance(item, Region):
-                first = partial(self._run_first, _stages(item.items))
-                value = _Recomputed(partial(self.store, item.items), value).run(first, value)
-                _wait_before_recompute(value)
-            elif item in self.again:
+            if isinstance(item, tuple):
+                first = partial(self._run_first, _stages(item))
+                value = _Recomputed(partial(self.store, item), value).run(first, value)
+                # Have the backward wait for gradients with a pending collective before it recomputes the region.
+                hook_gradients(value, wait_for)
+            elif item in self.known:
                 value = self._recompute(self.stored[item], self.known[item], value)
             else:
                 value = self.stored[item].forward(value, self.context)
@@ -169,7 +157,8 @@ class _Chain:
     def _recompute(self, runner: StageRunner, surroundings: Surroundings, value: Any) -> Any:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
-        with restored, gathered_again(function):
+        with restored, gathered_to_read() as need:
+            need(groups_of(function) if isinstance(function, nn.Module) else ())  # FSDP does not gather these for it
             # Gather parameters of FSDP modules that begin in earlier stages, which may not be recomputed before this.
             offers_of(function).gather_begun()
             return surroundings.run(runner.forward, value, self.context)
@@ -210,7 +199,7 @@ class _Recomputed:
                 outside.end_if_complete()
             return handle
 
-        with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), NoReceiver():
+        with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), holding(innermost_run, None):
             output = first(value)
         node = nodes_behind(tensors_in(output), {last}, most=None).get(last)
         self._to_the_end = node is not None and node.name().startswith("RreluWithNoise")  # Rule 2

@@ -51,7 +51,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
 
 from rotor_profiling import leaves_of
 from rotor_profiling.isolate import trained_parameters, undoing
@@ -75,6 +74,7 @@ from rotor_py.stage.error_context import watchers
 from rotor_py.stage.forward_state import Surroundings, recall_effects
 from rotor_py.stage.replayed_routing import draws
 from rotor_py.stage.runner import AttachedStage, Left, StageRunner, run_offloadable
+from rotor_py.stage.saved_tensors import hook_gradients
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.offload import Moves
 
@@ -95,12 +95,10 @@ class Moving:
     def come_to(self, position: int) -> None:
         """Do the waits and fetches planned up to operation `position`. Raises OffloadError if a copy out failed."""
         while self.position <= position:
-            for stage in self.moves.wait_out[self.position]:
-                if stage in self._away:
-                    self._away[stage].wait_out()
-            for stage in self.moves.fetch[self.position]:
-                if stage in self._away:
-                    self._away[stage].fetch()
+            for stage in filter(self._away.__contains__, self.moves.wait_out[self.position]):
+                self._away[stage].wait_out()
+            for stage in filter(self._away.__contains__, self.moves.fetch[self.position]):
+                self._away[stage].fetch()
             # Advance last, so that the next call repeats the wait, and raises the error of a failed copy again.
             self.position += 1
 
@@ -210,16 +208,15 @@ class CheckpointOptim(StageNode):
         RuntimeError if a stage to recompute overwrites its own input.
         """
         functions, sequence, names, preserve_rng_state, arg = args
-        runners = [
-            StageRunner(function, name, preserve_rng_state) for function, name in zip(functions, names, strict=True)
-        ]
-        if isinstance(sequence, str):
-            sequence = Sequence.parse(sequence)
-        return Tape(runners, read_sequence(len(runners), sequence)).forward(arg)
+        named = zip(functions, names, strict=True)
+        runners = [StageRunner(function, name, preserve_rng_state) for function, name in named]
+        found = Sequence.parse(sequence) if isinstance(sequence, str) else sequence
+        return Tape(runners, read_sequence(len(runners), found)).forward(arg)
 
 
 class Tape:
-    """The state shared by the nodes of one forward. It keeps stage inputs in `store`, and offloads to `tier`.
+    """The state shared by the nodes of one forward. It keeps stage inputs in `store`, and offloads to `tier`. `Runners`
+    must have the storage options of `instructions`.
 
     The tape adds to `changed` the names of stages that later plans have to store: values that they read have changed,
     or a backward with create_graph=True goes through them.
@@ -241,7 +238,7 @@ class Tape:
         self._changed = set() if changed is None else changed
         self._shared = tensors_in(context)
         # Set storage options before the first run: in some stages, they change forwards without a graph, too.
-        self.runners = (runners if isinstance(runners, Runners) else Runners.of(runners)).by(instructions.options)
+        self.runners = runners if isinstance(runners, Runners) else Runners(runners).by(instructions.options)
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
@@ -321,16 +318,13 @@ class Tape:
             value = self._add_node(stage, value)  # Rule 2: the stage as one node
         elif recomputed:
             # The stage must not overwrite an input that the tape keeps. It may overwrite any other input.
-            value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
+            value = self._first(self._runner(step), stage, value, held.inputs[stage] if stage in step.live else None)
         elif self._moving is None:
             value = self._runner(step).forward(value, self.context)  # Rule 1: plain autograd
         else:
             value = self._moving.forward(self._runner(step), stage, value, self.context)
         if stage in self.instructions.awaited:  # Rule 9
-            for tensor in tensors_in(value):
-                if tensor.requires_grad:
-                    # Each output tensor calls this. Only the first call finds operations to run.
-                    tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
+            hook_gradients(value, partial(self._arrived, stage))  # only the first call finds operations to run
         held.inputs.drop_all_but(step.live)
         return value
 
@@ -395,29 +389,26 @@ class Tape:
 
     def _recompute(self, held: Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
+        value, surroundings = held.inputs[stage], self.surroundings[stage]  # Rule 4: as in the first run
         try:
-            self._recompute_stage(held, step, stage)
+            self._refuse_written(held, stage)
+            before = self._versions(value)
+            # The kept tensors are detached, which cleared `requires_grad`: set it as in the first run.
+            for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
+                tensor.requires_grad_(needed)
+            if isinstance(step.operation, ForwardEnable):
+                held.attached[stage], output = self._runner(step).attach(
+                    value, surroundings, self.context, skip_output=step.skips_output
+                )
+                self._refuse_lost_gradients(stage, held.attached[stage])
+            else:
+                output = self.runners[stage].again(value, surroundings, self.context)
+            if stage + 1 in step.live:
+                self._keep(held, stage + 1, output)
+            self._refuse_overwritten(stage, value, before)
         except InvalidStateError:
             self._changed.add(self.runners[stage].name)
             raise
-
-    def _recompute_stage(self, held: Held, step: Step, stage: int) -> None:
-        value, surroundings = held.inputs[stage], self.surroundings[stage]  # Rule 4: as in the first run
-        self._refuse_written(held, stage)
-        before = self._versions(value)
-        # The kept tensors are detached, which cleared `requires_grad`: set it as in the first run.
-        for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
-            tensor.requires_grad_(needed)
-        if isinstance(step.operation, ForwardEnable):
-            held.attached[stage], output = self._runner(step).attach(
-                value, surroundings, self.context, skip_output=step.skips_output
-            )
-            self._refuse_lost_gradients(stage, held.attached[stage])
-        else:
-            output = self.runners[stage].again(value, surroundings, self.context)
-        if stage + 1 in step.live:
-            self._keep(held, stage + 1, output)
-        self._refuse_overwritten(stage, value, before)
         held.inputs.drop_all_but(step.live)
 
     def _refuse_lost_gradients(self, stage: int, attached: AttachedStage) -> None:
@@ -472,12 +463,5 @@ class _MeasuringTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs a stage as a `StageNode`, to time it with the Python code that a node takes.
-
-    Runs a trivial stage as a node first, so that the code of nodes is in the CPU's caches, as it is during a step.
-    """
-    instructions = read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
-    value = torch.ones(1, device="cpu", requires_grad=True)
-    with torch.enable_grad():
-        Tape([StageRunner(nn.Identity(), "trivial")], instructions).forward(value).backward()
-    return _MeasuringTape([runner], instructions).forward
+    """Return a function that runs a stage as a `StageNode`, to time it with the Python code that a node takes."""
+    return _MeasuringTape([runner], read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))).forward

@@ -166,7 +166,6 @@ class Budget:
         """Return the budget for `forwards` in flight, if their first backward makes `gradient_bytes`, which stay."""
         if forwards == self.forwards:
             return self
-        assert forwards > 1
         return replace(
             self,
             fixed=replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -112,7 +112,7 @@ class DiscoveryPass:
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
         self._effects: dict[Hashable, GraphEffects] = {}
-        self._trials: dict[Hashable, Mapping[str, Trial]] = {}
+        self._trials: dict[Hashable, dict[str, Trial]] = {}
         # Maps a result of `_asked` (a stage's signature, layouts of its output's gradients) to the layouts of the
         # gradients that the stage's backward returns.
         self._given: dict[Hashable, Layouts] = {}
@@ -203,8 +203,6 @@ class DiscoveryPass:
             asked = self._asked(number, arriving)
             made = None
             with During("measuring", name):
-                if new:
-                    self._trials[alike] = chain.runner(number).trials()
                 if new or anywhere(asked not in self._given, chain.group, chain.device):
                     self._given[asked], made = self._run(number, value, new=new)
                 if new:
@@ -213,7 +211,7 @@ class DiscoveryPass:
                         self._refuse_foreign_parameters(number, value)
                 remember_effects(function, self._effects[alike])
                 if chain.layer_offers is not None:
-                    saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
+                    saved = max((trial.saved_bytes for trial in self._trials[alike].values()), default=0)
                     chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
             # If its signature and layouts are known, the stage has not run above: run it for the next stage's input.
             value = chain.run(chain.runner(number), value) if made is None else made
@@ -224,11 +222,15 @@ class DiscoveryPass:
 
     def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
         chain, (name, function) = self._chain, self._stages[number]
-        runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
+        runner, trials = chain.runner(number), self._trials.setdefault(self._alike[number], {})
         # A captured stage owns all parameters that it uses: do not check it.
         check = partial(refuse_lost_gradients, name, function) if new and not isinstance(function, HasKind) else None
-        run = partial(
-            stage_layouts,
+        # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So each has a run of its own.
+        for keeper in runner.suiting if new else ():
+            # torch.func transforms refuse hooks; any other error is raised again by the run below.
+            with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
+                trials[keeper.name] = keeper.trial(runner.forward, function, leaves_of(value))
+        return stage_layouts(
             runner,
             value,
             chain.device,
@@ -236,21 +238,6 @@ class DiscoveryPass:
             arriving=self._to_run(number, self.arriving[number]),
             before_backward=check or (lambda *_: None),
         )
-        # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So one trial watches the main run,
-        # and the others watch runs of their own. If hooks fail, the main run is repeated; with several processes, it
-        # might fail only in some, so that no trial watches it.
-        hooked = trials[:1] if not several_processes() else []
-        for trial in trials[len(hooked) :]:
-            with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
-                trial.watch(runner.forward)(leaves_of(value))
-        if hooked:
-            try:
-                return run(watch=hooked[0].watch)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                pass  # torch.func transforms refuse hooks; any other error is raised again by the next run
-        return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         name, function = self._stages[number]

@@ -223,11 +223,9 @@ def static_infeasibility(
             " If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
             f"(--fresh-grads) these are {exact_bytes(freed)}."
         )
-    batch = "a smaller batch, " if known.batch > least - mem_limit else ""
-    state = "an optimizer with less state, " if known.optimizer else ""
     message = (
         f"before measuring: a training step needs at least {exact_bytes(least)}, for {known.in_words()}{beside}; the "
-        f"limit is {exact_bytes(mem_limit)}, so it would run out of memory.{needs} Try {batch}{state}parameters in "
-        "bfloat16, fully_shard over several devices, or a larger limit."
+        f"limit is {exact_bytes(mem_limit)}, so it would run out of memory.{needs} Try a smaller batch, an optimizer "
+        "with less state, parameters in bfloat16, fully_shard over several devices, or a larger limit."
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, kind="limit_below_held")

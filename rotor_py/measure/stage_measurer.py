@@ -65,7 +65,7 @@ from rotor_py.stage.forward_state import (
     remember_moving,
 )
 from rotor_py.stage.named_state import named_values
-from rotor_py.stage.protocol import Keeper, offers_of
+from rotor_py.stage.protocol import ELSEWHERE, Keeper, offers_of
 from rotor_py.stage.replayed_routing import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
 from rotor_solver.watching import Progress
@@ -110,19 +110,18 @@ class MeasuringOptions:
     """Options for measuring the stages of a chain, and the loss after them.
 
     `fresh_gradients`: gradients are freed between steps. `stepped`: parameters stepped in the backward. `keepers`:
-    storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. `group`: processes that measure
-    the same stages together. `as_node`: runs a stage as an autograd node. `cache`: read measurements of earlier
-    processes from disk, and write new ones. `closely`: measure times with a small error, for a Pareto front.
-    `progress`: called with the number of finished stages, the number of stages, and the next stage's name.
-    `loss_temp_bytes`: temporary bytes to assume for the loss if no `loss` is given. `outputs_held`: the caller keeps
-    all outputs through the backward, even if the model returns a loss.
+    storage modes besides the stages' own. `group`: processes that measure the same stages together. `as_node`: runs a
+    stage as an autograd node. `cache`: read measurements of earlier processes from disk, and write new ones.
+    `closely`: measure times with a small error, for a Pareto front. `progress`: called with the number of finished
+    stages, the number of stages, and the next stage's name. `loss_temp_bytes`: temporary bytes to assume for the loss
+    if no `loss` is given. `outputs_held`: the caller keeps all outputs through the backward, even if the model returns
+    a loss.
     """
 
     preserve_rng_state: bool = True
     fresh_gradients: bool = False
     stepped: SteppedParameters = NONE_STEPPED
     keepers: Sequence[Keeper] = ()
-    elsewhere: bool = False
     group: dist.ProcessGroup | None = None
     as_node: AsNode | None = None
     cache: bool = True
@@ -162,10 +161,9 @@ class StageMeasurer:
         # Maps signatures to the bytes that each storage mode can offload.
         self._offloadable: dict[Hashable, dict[str, int]] = {}
         self._times = StageTimes(closely=options.closely)
-        self._cache = None
-        if options.cache and not cut.sharding:
-            words = tuple(keeper.name for keeper in options.keepers)
-            self._cache = measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
+        words = tuple(keeper.name for keeper in options.keepers)
+        settings = options.fresh_gradients, options.preserve_rng_state, words
+        self._cache = measurement_cache(device, *settings) if options.cache and not cut.sharding else None
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         # If the input is a view, such as a microbatch, the rest of the viewed batch counts as fixed.
         self._input_bytes = 0 if cut.input_owned else view_bytes(tensors_in(self._input))
@@ -275,7 +273,7 @@ class StageMeasurer:
             self._decided_bytes += memory.decided_bytes
             self.activation_bytes = cost.activation_bytes
             kind, group = self._kinds[-1], self._options.group
-            if self._options.elsewhere and anywhere(kind not in self._offloadable, group, self._device):
+            if ELSEWHERE in self._options.keepers and anywhere(kind not in self._offloadable, group, self._device):
                 exact = [way for way in memory.ways if word_of([way]) is None]
                 runners = self._stored(number, exact)
                 self._offloadable[kind] = offloadable_bytes(["", *exact], runners, value, group, self._device)

@@ -23,7 +23,6 @@ from rotor_py.measure.fixed_memory import stepped_parameters
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import freeze_gc, planning
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
-from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.source import Source
 from rotor_py.plan.step_plan import StepPlan
@@ -31,8 +30,8 @@ from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
 from rotor_py.stage.named_state import named_state_kept
-from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.stage.replayed_routing import streams_kept
+from rotor_py.stage.saved_tensors import hooks_aside
 from rotor_py.units import format_seconds
 from rotor_solver.watching import Progress
 
@@ -87,16 +86,6 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
     )
 
 
-def _tell_of_generators(model: torch.nn.Module) -> None:
-    for name in advanced_generators(model):
-        _log.warning(
-            "replace the generator in %r by an iterator that can be copied, such as itertools.count: measuring has "
-            "advanced it, and recomputing its stage does, too",
-            name,
-            extra=record_fields("writes_elsewhere", name=name),
-        )
-
-
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
     """Cut the model into stages, measure these on `value`, and return the plan, which has no sequence yet."""
     settings, core = model.settings, model.core
@@ -121,7 +110,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         undoing(),
         planning,
         freeze_gc(),
-        outer_hooks_aside(),
+        hooks_aside(),  # those of a checkpoint would recompute its region
         streams_kept(core, value),
         named_state_kept(core),
         torch.enable_grad(),
@@ -136,8 +125,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
             fresh_gradients=settings.fresh_grads,
             loss_temp_bytes=settings.loss_tmp_memory_usage,
             cache=settings.cache,
-            keepers=tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
-            elsewhere=ELSEWHERE in settings.keepers,
+            keepers=settings.keepers,
             closely=closely,
             stepped=stepped_parameters(core, settings.step_in_backward),
             # With several processes, assume that callers hold outputs: a step shows it to its own process only.
@@ -150,7 +138,13 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         ways, sample = source.measure(value, device, options, whole)
     plain = ways[-1]
     _tell_of_unrepeatable(plain.measurement)
-    _tell_of_generators(core)
+    for name in advanced_generators(core):
+        _log.warning(
+            "replace the generator in %r by an iterator that can be copied, such as itertools.count: measuring has "
+            "advanced it, and recomputing its stage does, too",
+            name,
+            extra=record_fields("writes_elsewhere", name=name),
+        )
     plan = StepPlan(
         source,
         plain.measurement,

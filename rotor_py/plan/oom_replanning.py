@@ -47,10 +47,6 @@ def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
     return replace(budget, chain=chain, in_nodes=False, snapshot_bytes=measurement.snapshot_bytes, fixed=fixed)
 
 
-def forward_and_backward(budget: Budget) -> Budget:
-    return replace(budget, before_bytes=0, stepping_bytes=0, step_bytes=None)
-
-
 def rest_of_backward(budget: Budget, count: int) -> Budget:
     """Return the budget, an upper bound, of a backward that recomputes the first `count` stages from the input."""
     # Count the gradient of the last of these stages' output throughout, though the chain counts it while it is used.
@@ -66,7 +62,7 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
         lowest = min(lowest, missing)
     first = (*first[:-1], replace(first[-1], gradient=first[-1].gradient - lowest))
     return replace(
-        forward_and_backward(budget),
+        budget,
         chain=Chain(first, chain.input_bytes),
         fixed=replace(budget.fixed, other=budget.fixed.other + beside),
     )
@@ -88,8 +84,7 @@ class Replanner:
         self._number = number
         self._sequence = plan.followed
         self._cut = plan.cut  # the variant that this forward runs: later ones may run another
-        self._whole_step = plan.budget
-        self._budget = forward_and_backward(plan.budget)
+        self._budget = replace(plan.budget, before_bytes=0, stepping_bytes=0, step_bytes=None)  # forward and backward
         self._tries = 0
         self._final = False  # whether an error has a note that says why it was not retried
 
@@ -105,7 +100,7 @@ class Replanner:
         return self.rest_as_before(stages) if self._reduce(error, doing, inexact) else None
 
     def rest_as_before(self, stages: int) -> Sequence:
-        budget = rest_of_backward(self._whole_step, stages)
+        budget = rest_of_backward(self._budget, stages)
         try:
             return self._own(self._solve(budget, self._limit))
         except InfeasibleError as error:

@@ -74,7 +74,7 @@ from rotor_py.errors import (
     fields_of,
     record_fields,
 )
-from rotor_py.execute.backward_passes import in_backward
+from rotor_py.execute.backward_passes import current_task
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.observers.forwards_in_flight import ForwardInFlight, Forwards
 from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, outer_regions_aside
@@ -91,7 +91,7 @@ from rotor_py.plan.step_plans import StepPlans, agree
 from rotor_py.plan.step_spec import StepSpec, describe, model_fingerprint, refuse_difference
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.saved_tensors import innermost_hooks
-from rotor_solver import Algorithm, DescribedError, InfeasibleError, Sequence
+from rotor_solver import DescribedError, InfeasibleError, Sequence
 
 _log = logging.getLogger("rotor_py")
 
@@ -149,15 +149,9 @@ class Planner:
         value = self._input_of(args, kwargs)
         self.plans.refuse_what_cannot_fit(StepSpec.of(self.model.core, value), value)
 
-    def solve(
-        self, limit: float | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
-    ) -> Sequence:
-        """Event 2: set the sequence that steps will follow; see `solving.solve`. ValueError if nothing is measured."""
-        return solve(self.in_use, self.model, limit, slots=slots, algorithm=algorithm)
-
     def solved(self) -> StepPlan:
         if self.in_use.sequence is None:
-            self.solve()
+            solve(self.in_use, self.model)
         return self.in_use
 
     def set_limit(self, limit: float | str) -> None:
@@ -202,19 +196,8 @@ class Planner:
         self.settings.inductor = config_of(compile)
         self.plans.begin_anew()
 
-    def warn_of_torch_compile(self) -> None:
-        """Warn once that a `torch.compile` around the model compiles nothing."""
-        if self.settings.inductor is None:
-            text = "write Checkpointable(model, compile=True): torch.compile around a Checkpointable compiles nothing"
-            self._warn_once(text, record_fields("compile_ignored", name="torch.compile"))
-
-    def warn_of_evaluation(self, error: InfeasibleError) -> None:
-        """Warn once that a forward in eval mode, for which no plan fits the limit, runs without one."""
-        extra = record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit)
-        text = f"use torch.no_grad() if you need no gradients: a forward in eval mode runs without a plan ({error})"
-        self._warn_once(text, extra)
-
-    def _warn_once(self, text: str, extra: dict[str, object]) -> None:
+    def warn_once(self, text: str, extra: dict[str, object]) -> None:
+        """Log a warning, unless one of the same `kind` has been logged."""
         if extra["kind"] not in self._told:
             self._told.add(extra["kind"])
             _log.warning(text, extra=extra)
@@ -257,8 +240,8 @@ class Planner:
         with self._own_errors(args, kwargs):
             self.plans.make_ready(spec, value, in_flight=second or bool(flying))
         # With forwards in flight, or in a backward (of a reentrant region), existing gradients may be this step's own.
-        if spec.model.has_gradients and not (second or flying or in_backward()):
-            self._gradients.notice(value)
+        if spec.model.has_gradients and not (second or flying or current_task() != -1):
+            self._gradients.notice(self.in_use, value)
         by_plan = self._run_second if second else self._run_planned
         try:
             return by_plan(value, flying)
@@ -330,8 +313,7 @@ class Planner:
         return by_plan(value, self._forwards.in_flight(), goes_on=True)  # unplanned if the graph differs once more
 
     def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
-        plan = self.plans.in_use
-        assert plan is not None
+        plan = self.in_use
         sequence = self._forwards.sequence_beside(flying, plan, self.model)
         self._watched.forward_begins(plan, value, len(flying))
         began = torch_compat.get_sequence_nr()

@@ -45,11 +45,6 @@ _RANGES = {"mem_limit": (1, 2**63 - 1), "room": (1, 2**63 - 1), "forwards": (1, 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _Model(TypedDict):
-    layers: dict[str, str]
-    parameters: dict[str, str]
-
-
 class _Tensor(TypedDict):
     shape: list[int]
     dtype: str
@@ -259,7 +254,29 @@ class Plan:
         Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if the plan has compiled stages and
         was made with another version of torch, OSError if the file cannot be read.
         """
-        return cls(**_read(path))
+        file = Path(path)
+        data = _parsed(file)
+        try:
+            found = _checked(read_fields(_FIELDS, data))
+            if _digest(data) != data["digest"]:
+                raise InvalidValueError("it was changed or damaged, since its digest differs", kind="other_digest")
+        except (ValueError, RecursionError) as error:
+            raise InvalidValueError(
+                f"{file} is not a whole plan: {shortened(error)}; save it again",
+                kind="damaged_plan",
+                name=str(file),
+                cause=kind_of(error),
+                field=getattr(error, "name", None) or "",
+            ) from None
+        if data["torch"] != str(torch.__version__):
+            if found["compiled"] is not None:
+                raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
+            _log.warning(
+                f"plan again to be sure: {file} was made with torch {shortened(data['torch'])}, and peaks and times "
+                f"may differ with torch {torch.__version__}",
+                extra=record_fields("other_torch", name=str(file)),
+            )
+        return cls(**found)
 
     def cut(self, named: list[Layer]) -> Cut:
         """Join `named` layers, in the order in which they run, into the plan's stages. PlanMismatchError if others."""
@@ -288,38 +305,12 @@ _FIELDS = _hints(Plan) | {
     "beside": list[str],
     "costs": Any,
     "digest": str,
-    "model": _Model,
+    "model": dict[str, dict[str, str]],
     "input": _Input,
     "step_in_backward": _Stepping | None,
     "solver": _Solver,
     "moves": Moves | None,
 }
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    file = Path(path)
-    data = _parsed(file)
-    try:
-        fields = _checked(read_fields(_FIELDS, data))
-        if _digest(data) != data["digest"]:
-            raise InvalidValueError("it was changed or damaged, since its digest differs", kind="other_digest")
-    except (ValueError, RecursionError) as error:
-        raise InvalidValueError(
-            f"{file} is not a whole plan: {shortened(error)}; save it again",
-            kind="damaged_plan",
-            name=str(file),
-            cause=kind_of(error),
-            field=getattr(error, "name", None) or "",
-        ) from None
-    if data["torch"] != str(torch.__version__):
-        if fields["compiled"] is not None:
-            raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
-        _log.warning(
-            f"plan again to be sure: {file} was made with torch {shortened(data['torch'])}, and peaks and times may "
-            f"differ with torch {torch.__version__}",
-            extra=record_fields("other_torch", name=str(file)),
-        )
-    return fields
 
 
 def _parsed(file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compile.stage_code import Compile, Config, config_of
 from rotor_py.errors import InvalidTypeError, InvalidValueError, what_it_is
 from rotor_py.offload.open_tier import checked_name
-from rotor_py.stage.compression import FEWER_BITS, FormKeeper, Packed
+from rotor_py.stage.compression import FEWER_BITS, Packed
 from rotor_py.stage.protocol import ELSEWHERE, Keeper
 from rotor_solver.described_error import check_count
 from rotor_solver.in_flight import ORDERS
@@ -72,8 +72,8 @@ class Settings:
         self.keepers = () if self.by_hand is not None else self._keepers()  # a strategy by hand uses none
 
     def _keepers(self) -> tuple[Keeper, ...]:
-        fewer = () if self.keep is None else (FormKeeper(FEWER_BITS[self.keep]),)
-        return (FormKeeper(Packed()), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
+        fewer = () if self.keep is None else (FEWER_BITS[self.keep],)
+        return (Packed(), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:

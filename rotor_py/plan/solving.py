@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rotor_py.compile.compiled_stage import CompiledStage
-from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, sending_from
-from rotor_py.errors import InvalidStateError, PlanMismatchError, record_fields
+from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, refuse_other_ranks, sending_from
+from rotor_py.errors import InvalidStateError, record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.measurement import costliest
@@ -39,11 +39,7 @@ def agreed_sequence(
     own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # bytes left for the chain
     chains, rooms, links = zip(*gather_objects((budget.chain, own, budget.link), group, device), strict=True)
     # Compare stages before solving: rank 0's sequence is valid only for as many stages as rank 0 has.
-    stages = [[stage.name for stage in chain.stages] for chain in chains]
-    for rank, names in enumerate(stages):
-        if names != stages[0]:
-            planned = f"that of rank 0 with {len(stages[0])} stages"
-            raise PlanMismatchError("the model", planned, f"one of {len(names)} on rank {rank}")
+    refuse_other_ranks("the stages of the model", [[stage.name for stage in chain.stages] for chain in chains])
     found: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
@@ -76,12 +72,6 @@ def agreed_sequence(
             kind="limit_too_small_on_rank",
         )
     return sequence
-
-
-def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    for rank, other in enumerate(gather_objects(sequence, group, device)):
-        if other != sequence:
-            raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")
 
 
 def choose_variant(
@@ -204,12 +194,11 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
 
 
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
-    assert plan.file is not None
     before = plan.budget
     plan.count_optimizer(model.counted_optimizer())
     if plan.unlimited(model.settings) or plan.budget == before:
         return
-    peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
+    peak, limit = plan.budget.peak_bytes(plan.followed), model.limit_bytes(model.device_of(plan.input_spec))
     if peak > limit:
         _log.warning(
             f"plan again with optimizer= given: the plan was made for another optimizer, or for none, and with this "

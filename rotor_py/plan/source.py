@@ -25,7 +25,7 @@ from rotor_py.compile.stage_code import Config
 from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype, is_sharded
 from rotor_py.errors import InvalidStateError, record_fields
 from rotor_py.execute import regions
-from rotor_py.execute.instructions import Instructions, NamedStage, Runners, read_sequence
+from rotor_py.execute.instructions import Instructions, Runners, read_sequence
 from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
 from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import Cut, Layer, cut, is_chain, layers
@@ -33,7 +33,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measure
 from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
-from rotor_py.plan.step_spec import covers, describe, reaches, spec_of
+from rotor_py.plan.step_spec import TensorSpec, describe, reaches, spec_of, specs_agree
 from rotor_py.stage.first_run import counters_aside
 from rotor_py.stage.forward_state import made_dropped
 from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
@@ -76,18 +76,18 @@ class SequenceExecutor:
 
     def execute(
         self,
-        stages: Items[NamedStage],
-        make: Callable[[Following], Runners],
+        stages: Items[Layer],
+        make: Callable[[], Runners],
         value: Any,
         how: Following,
         context: tuple[Any, ...] = (),
     ) -> Any:
-        """Run `stages` on `value` so that their backward follows `how.sequence`. `make(how)` returns their runners."""
+        """Run `stages` on `value` so that their backward follows `how.sequence`. `make` returns their runners."""
         # Compare objects by identity: comparing thousands of operations would take longer than a small stage takes.
         key = how.sequence, stages, how.measurement, how.preserve_rng_state
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
-            instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(how), is_sharded(self._model)
+            instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(), is_sharded(self._model)
             # With sharding, pass runners without storage options: `regions.run` sets the options of stored stages.
             read = key, instructions, whole if sharded else whole.by(instructions.options), sharded
             self._read = [*self._read[1 - _MOST_READ :], read]
@@ -107,11 +107,13 @@ class SequenceExecutor:
         for _, layer in cut.prefix:
             value = layer(value)
         value, context = shared_apart(cut.stages, value)
-
-        def make(how: Following) -> Runners:
-            return runners_of(cut.stages, how.preserve_rng_state, how.measurement.way_names, how.keepers)
-
-        return self.execute(cut.stages, make, value, how, context)
+        return self.execute(
+            cut.stages,
+            lambda: runners_of(cut.stages, how.preserve_rng_state, how.measurement.way_names, how.keepers),
+            value,
+            how,
+            context,
+        )
 
 
 _LEAST_BYTES = 2**20  # Layers that save fewer bytes are not captured for storage in part. A guess: that takes seconds.
@@ -130,10 +132,6 @@ class LayerParts:
         self._found: dict[int, CapturedLayer] = {}  # maps ids of layers to their modes; the values hold the layers
         self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of each kind; None: no partial storage
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle no captured layers: a copy of the model captures its own ones."""
-        return {**self.__dict__, "_found": {}, "_kinds": {}}
-
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
@@ -143,8 +141,12 @@ class LayerParts:
         """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
-            gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)
-            self._kinds[kind] = self._captured(function, name, value, device) if gains else None
+            self._kinds[kind] = None
+            if saved_bytes >= _LEAST_BYTES and _may_gain(function, value):
+                from rotor_py.capture.captured_layer import CapturedLayer  # late: it imports TorchDynamo
+
+                layer = CapturedLayer(function, name, sharded=self._sharded)
+                self._kinds[kind] = layer if layer.find(value, device) else None
         first = self._kinds[kind]
         if first is not None:
             self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
@@ -161,12 +163,6 @@ class LayerParts:
 
             self._found[id(function)] = CapturedLayer(function, name, tuple(own), sharded=self._sharded)
         return self.of(function)
-
-    def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
-        from rotor_py.capture.captured_layer import CapturedLayer  # late: it imports TorchDynamo
-
-        found = CapturedLayer(function, name, sharded=self._sharded)
-        return found if found.find(value, device) else None
 
 
 def _may_gain(function: nn.Module, value: Any) -> bool:
@@ -202,7 +198,7 @@ class LayerSource(SequenceExecutor):
 
     def covers(self, planned: Any, value: Any) -> bool:
         """Whether `value` differs from the spec `planned` at most by fewer samples; others may need more memory."""
-        return covers(planned, value)
+        return specs_agree(planned, spec_of(value), TensorSpec.covers)
 
     def measure(
         self, value: Any, device: torch.device, options: MeasuringOptions, room: Any
@@ -245,17 +241,21 @@ class LayerSource(SequenceExecutor):
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
-        return self.execute(cut.stages, partial(self._runners, cut), value, how)
+        return self.execute(cut.stages, partial(self._runners, cut, how), value, how)
 
     def _runners(self, cut: Cut, how: Following) -> Runners:
         kept = [keeper.name for keeper in how.keepers]
-        made = []
-        for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True):
-            offers = self._parts.planned(function, name, ways, kept)
-            made.append(
-                StageRunner(function, name, how.preserve_rng_state, ways=ways, keepers=how.keepers, offers=offers)
+        return Runners(
+            StageRunner(
+                function,
+                name,
+                how.preserve_rng_state,
+                ways=ways,
+                keepers=how.keepers,
+                offers=self._parts.planned(function, name, ways, kept),
             )
-        return Runners.of(made)
+            for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True)
+        )
 
 
 class GraphSource(SequenceExecutor):

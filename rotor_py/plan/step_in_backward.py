@@ -31,12 +31,13 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from rotor_profiling import tensors_in, torch_compat
+from rotor_profiling import torch_compat
 from rotor_profiling.optimizer import plain_step
 from rotor_py.errors import DescribedError, InvalidStateError
 from rotor_py.execute.backward_passes import current_task
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import hook_gradients
 
 # Number of the last backward pass that began at a loss scaled by a `GradScaler`; empty before the first such pass.
 _last: list[int] = []
@@ -52,9 +53,8 @@ def detect_scaled_losses() -> None:
     @functools.wraps(scale)
     def scale_and_note(self: Any, outputs: Any) -> Any:
         found = scale(self, outputs)
-        for tensor in tensors_in(found):
-            if self.is_enabled() and tensor.requires_grad:
-                tensor.register_hook(_note)
+        if self.is_enabled():
+            hook_gradients(found, _note)
         return found
 
     scaler.scale = scale_and_note
@@ -139,9 +139,7 @@ class Stepper:
         return before != self._has
 
     def forward_returned(self, output: Any) -> None:
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begin)  # the graph holds the hook, which is freed with it
+        hook_gradients(output, self._begin)
 
     def _about_to_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Remove consumed gradients before `optimizer.step()`, and after each call of its closure, if it has one."""

@@ -12,13 +12,13 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from rotor_py.distributed.processes import alone_in_a_prediction
+from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, refuse_other_ranks
 from rotor_py.errors import UnsupportedModelError, fields_of, record_fields
 from rotor_py.plan.measuring import measured_plan
 from rotor_py.plan.observers.forwards_in_flight import make_room_for_forwards
 from rotor_py.plan.observers.watched_steps import disproved
 from rotor_py.plan.oom_replanning import guarded
-from rotor_py.plan.solving import count_optimizer_beside_file, refuse_other_plans, solve, warn_beyond_the_limit
+from rotor_py.plan.solving import count_optimizer_beside_file, solve, warn_beyond_the_limit
 from rotor_py.plan.source import source_of
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec, describe, same_kind
@@ -137,12 +137,11 @@ class StepPlans:
             plan.compiled_for_larger_budget = False  # the graph was just compiled for this budget
         self._grown += grows
 
-    def plan_for_kept_gradients(self, value: Any) -> None:
+    def plan_for_kept_gradients(self, plan: StepPlan, value: Any) -> None:
         """Event 7: measure and solve for gradients kept between steps; InfeasibleError if no plan has room for them."""
-        assert self.in_use is not None
         self.model.settings.fresh_grads = False
         self._waiting = []  # these plans, too, assume that gradients are freed
-        spec = replace(StepSpec.of(self.model.core, value), answers=self.in_use.source.answers)
+        spec = replace(StepSpec.of(self.model.core, value), answers=plan.source.answers)
         with self.kept_on_error():
             agree(self.measure(spec, value), self.model)
 
@@ -275,7 +274,7 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
     if plan.file is not None:
         if group is not None and disagreed:
             text = "; ".join(map(str, (plan.followed, *plan.followed.beside)))
-            refuse_other_plans(text, group, model.device_of(plan.input_spec))
+            refuse_other_ranks("the sequence", gather_objects(text, group, model.device_of(plan.input_spec)))
             plan.agreed = plan.sequence
         return
     grown = model.with_communication(plan.budget)

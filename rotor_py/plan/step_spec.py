@@ -103,14 +103,9 @@ def _leaf_spec(leaf: Any) -> Any:
     return type(leaf) if equals_itself_only or isinstance(leaf, ref) else leaf
 
 
-def covers(planned: Any, value: Any) -> bool:
-    """Whether `value` differs from the input with the spec `planned` at most by fewer samples (`TensorSpec.covers`)."""
-    return _agree(planned, spec_of(value), TensorSpec.covers)
-
-
 def reaches(planned: Any, value: Any) -> bool:
     """Whether `value` differs from the input with the spec `planned` at most by smaller tensors and other strings."""
-    return _agree(planned, spec_of(value), TensorSpec.reaches, texts=False)
+    return specs_agree(planned, spec_of(value), TensorSpec.reaches, texts=False)
 
 
 def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
@@ -118,10 +113,13 @@ def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
 
     With texts=False, strings may differ, such as file names in a batch: capturing shows whether these matter.
     """
-    return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad, texts=texts)
+    return specs_agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad, texts=texts)
 
 
-def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool], *, texts: bool = True) -> bool:
+def specs_agree(
+    planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool], *, texts: bool = True
+) -> bool:
+    """Whether `compare` is true of all pairs of tensors in two specs, and other values are equal (see `same_kind`)."""
     expected, structure = torch_compat.tree_flatten(planned)
     found, other = torch_compat.tree_flatten(spec)
     return structure == other and all(

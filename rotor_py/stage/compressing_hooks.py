@@ -35,9 +35,9 @@ class KeptStorage:
 
     __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "need", "undecided")
 
-    def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.kept: Saved = SavedAsItIs(tensor)
-        self.need = need  # what the nodes that saved it read of it, as far as known: its shape, signs or values
+        self.need = Need.NUMBERS  # what the nodes that saved it read of it, as far as known: its shape, signs or values
         self.undecided: set[int] = set()  # sequence numbers of nodes that saved it, and of which this is not known yet
         self.dtype = tensor.dtype
         self._writes = tensor.detach()  # shares the version counter of the saved tensor, but, below, not its memory
@@ -81,10 +81,7 @@ class KeptStorage:
     def _still_held(self) -> torch.Tensor | None:
         """Return the last restored tensor if a node still refers to its storage (Rule 8)."""
         # Ask for the storage: nodes refer to views of the restored tensor, which itself is freed.
-        if self._given is None or self._given.expired():
-            return None
-        # Another thread may have released the storage since the check.
-        storage: torch.UntypedStorage | None = torch_compat.new_with_weak_ptr(self._given.cdata)
+        storage = None if self._given is None else torch_compat.new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
         return torch.empty(0, dtype=self.dtype, device=self._writes.device).set_(storage)

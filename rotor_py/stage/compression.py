@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,10 +22,6 @@ from rotor_solver import Chain, ForwardEnable, Sequence
 class Converted:
     values: torch.Tensor
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
 
     def tensor(self) -> torch.Tensor:
         return self.values.to(self.dtype)
@@ -74,90 +70,25 @@ _STATISTICS = 16
 _LEAST_SHARE = 0.02
 
 
-class SmallerKept(Saved, Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FormKeeper(Keeper):
-    """Storage mode that packs or rounds the saved tensors of a stage, by `form`, and keeps them on their device."""
-
-    form: Packed
-
-    @property
-    def name(self) -> str:  # type: ignore[override]  # it never changes
-        return self.form.name
-
-    def suits(self, function: Callable[..., Any]) -> bool:
-        # Saved-tensor hooks do not see the tensors that compiled code saves.
-        return offers_of(function).saves_through_hooks
-
-    def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        def kept(value: Any) -> Any:
-            with self.keeping_in(self.form, function, value) as keeping:
-                output = run(value)
-                keeping.spare(tensors_in(output))
-            return output
-
-        return kept
-
-    def keeping_in(
-        self, form: Form, function: Callable[..., Any], value: Any, seen: dict[int, int] | None = None
-    ) -> Keeping:
-        """Return the context for a run on `value` whose saved tensors are kept in `form`."""
-        inputs = tensors_in(value)
-        largest = max((each.untyped_storage().nbytes() for each in inputs), default=0)
-        least = LEAST_BYTES if self.form.exact else max(LEAST_BYTES, largest // _STATISTICS)
-        return Keeping(form, [*inputs, *owned_tensors(function)], least_bytes=least, seen=seen)
-
-    def trial(self, function: Callable[..., Any]) -> Trial:
-        return _FormTrial(self, function)
-
-
-class _FormTrial(Trial):
-    """Finds by how many bytes the form of `keeper` would reduce a stage's saved tensors, which it saves unchanged."""
-
-    def __init__(self, keeper: FormKeeper, function: Callable[..., Any]) -> None:
-        self._keeper, self._function = keeper, function
-
-    def watch(self, run: Run) -> Run:
-        def watched(value: Any) -> Any:
-            tried = _Tried(self._keeper.form)
-            seen: dict[int, int] = {}
-            with self._keeper.keeping_in(tried, self._function, value, seen) as keeping:
-                output = run(value)
-                keeping.settle(tensors_in(output))
-            outputs = {each.untyped_storage()._cdata for each in tensors_in(output)}
-            saved = sum(plain for plain, _ in tried.storages.values())
-            spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
-            self.pays = spared >= _LEAST_SHARE * saved and spared > 0
-            present = storages(tensors_in([value, output, owned_tensors(self._function)]))
-            self.saved_bytes = sum(size for address, size in seen.items() if address not in present)
-            tried.memory.clear()  # the graph keeps `tried` alive, but must not keep these tensors alive
-            return output
-
-        return watched
-
-
 class _Tried:
-    """Form that saves tensors unchanged, and records how many bytes `form` would keep of them."""
+    """Form that saves tensors unchanged, and records how many bytes the form `packed` would keep of them."""
 
-    def __init__(self, form: Packed) -> None:
-        self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes that `form` would keep)
-        self.memory: list[torch.Tensor] = []  # keeps the tensors alive, so that no address is reused
-        self._form = form
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+        self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes that `packed` would keep)
+        self._memory: list[torch.Tensor] = []  # keeps the tensors alive, so that no address is reused
 
     def keep(self, memory: torch.Tensor) -> None:
-        self._note(memory, self._form.keep(memory))
+        self._note(memory, self._packed.keep(memory))
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> None:
-        self._note(memory, self._form.keep_sign(memory, need))
+        self._note(memory, self._packed.keep_sign(memory, need))
 
-    def _note(self, memory: torch.Tensor, kept: SmallerKept | None) -> None:
+    def _note(self, memory: torch.Tensor, kept: Any) -> None:
         storage = memory.untyped_storage()
-        self.memory.append(memory)
-        self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes
+        self._memory.append(memory)
+        parts = [] if kept is None else tensors_in([getattr(kept, each.name) for each in fields(kept)])
+        self.storages[storage._cdata] = storage.nbytes(), sum(each.nbytes for each in parts) or storage.nbytes()
 
 
 # Lossless packing. Some tensors can be packed in every step, so that their bytes, measured once, hold for all steps:
@@ -175,18 +106,55 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Keeps booleans, dropout masks and signs as bits, and integers in the narrowest type that holds them."""
+class Packed(Keeper):
+    """Keeps booleans, dropout masks and signs as bits, and integers in the narrowest type that holds them.
 
-    name: str = "packed"  # name of the storage mode in plans and reports
+    It is a storage mode, and the form in which that mode keeps the saved tensors of a stage, on their device.
+    """
+
+    name: str = "packed"  # of the storage mode, in plans and reports
     exact: bool = True  # whether each restored tensor equals the saved one bit for bit
 
-    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
+    def suits(self, function: Callable[..., Any]) -> bool:
+        # Saved-tensor hooks do not see the tensors that compiled code saves.
+        return offers_of(function).saves_through_hooks
+
+    def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
+        def kept(value: Any) -> Any:
+            with self.keeping_in(self, function, value) as keeping:
+                output = run(value)
+                keeping.spare(tensors_in(output))
+            return output
+
+        return kept
+
+    def keeping_in(
+        self, form: Form, function: Callable[..., Any], value: Any, seen: dict[int, int] | None = None
+    ) -> Keeping:
+        """Return the context for a run on `value` whose saved tensors are kept in `form`."""
+        inputs = tensors_in(value)
+        largest = max((each.untyped_storage().nbytes() for each in inputs), default=0)
+        least = LEAST_BYTES if self.exact else max(LEAST_BYTES, largest // _STATISTICS)
+        return Keeping(form, [*inputs, *owned_tensors(function)], least_bytes=least, seen=seen)
+
+    def trial(self, run: Run, function: Callable[..., Any], value: Any) -> Trial:
+        tried, seen = _Tried(self), dict[int, int]()
+        with self.keeping_in(tried, function, value, seen) as keeping:
+            output = run(value)
+            keeping.settle(tensors_in(output))
+        outputs = {each.untyped_storage()._cdata for each in tensors_in(output)}
+        saved = sum(plain for plain, _ in tried.storages.values())
+        spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
+        present = storages(tensors_in([value, output, owned_tensors(function)]))
+        saved_bytes = sum(size for address, size in seen.items() if address not in present)
+        return Trial(spared >= _LEAST_SHARE * saved and spared > 0, saved_bytes)
+
+    def keep(self, memory: torch.Tensor) -> Saved | None:
         if memory.dtype == torch.bool:
             return _Bits(packed_bits(memory), memory.numel(), unpacked_bits)
         return _mask(memory) if memory.is_floating_point() else _narrow(memory)
 
-    def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> Saved | None:
         """Keep one bit for each element of `memory`: the answer to the question `need`, which is about its sign.
 
         The restored tensor is 1 where the answer is yes, else 0 or -1. Return None for dtypes that are not packed.
@@ -209,10 +177,6 @@ class _Bits:
     bits: torch.Tensor
     count: int
     restored: Callable[[torch.Tensor, int], torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return self.bits.nbytes
 
     def tensor(self) -> torch.Tensor:
         return self.restored(self.bits, self.count)
@@ -287,7 +251,7 @@ class FewerBits(Packed):
     exact: bool = False
     dtype: torch.dtype = torch.bfloat16
 
-    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
+    def keep(self, memory: torch.Tensor) -> Saved | None:
         packed = Packed.keep(self, memory)  # `super()` without arguments fails in a dataclass with slots
         if packed is not None:
             return packed
@@ -309,10 +273,6 @@ class _Scaled:
     values: torch.Tensor
     scales: torch.Tensor
     rest: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes + self.rest.nbytes
 
     def tensor(self) -> torch.Tensor:
         blocked = self.values.numel()

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.storage import tensors_in
 from rotor_py.errors import record_fields
+from rotor_py.stage.saved_tensors import hook_gradients
 
 # The CPU's allocator raises a RuntimeError; only its message shows that memory ran out.
 _CPU = "DefaultCPUAllocator: can't allocate memory"
@@ -78,9 +78,7 @@ class During:
 def tell_of_backward(output: Any, name: str) -> None:
     # Register hooks only for watchers, which are rare: hooks take time in every step.
     if watchers and torch.is_grad_enabled():
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: _tell(BACKWARD, name, True))
+        hook_gradients(output, lambda _: _tell(BACKWARD, name, True))
 
 
 def _tell(doing: str, name: str, begins: bool) -> None:
@@ -93,8 +91,7 @@ def add_note(error: BaseException, text: str) -> None:
     if text in getattr(error, "__notes__", ()):
         return
     with contextlib.suppress(Exception):  # an exception that takes no note still reaches the user
-        if hasattr(error, "add_note"):
-            error.add_note(text)
-            return
         error.__notes__ = [*getattr(error, "__notes__", ()), text]
+        if hasattr(error, "add_note"):
+            return
     _log.error("%s: %s", type(error).__name__, text, extra=record_fields("note"))

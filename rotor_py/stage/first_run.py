@@ -70,10 +70,17 @@ def hooks_on_all_modules() -> tuple[int, ...]:
 @contextmanager
 def counters_aside() -> Iterator[None]:
     """Inside this context, hide operators and modules from torch's counters, such as `FlopCounterMode`."""
-    with undoing() as undo:
+    with undoing() as undo, modes_aside(*_COUNTERS):
         for table in _GLOBAL_HOOKS:
             _swap(undo, table, _without_counters(table))
-        modes = [mode for mode in dispatch_mode_stack() if type(mode).__module__ not in _COUNTERS]
+        yield
+
+
+@contextmanager
+def modes_aside(*modules: str) -> Iterator[None]:
+    """Inside this context, hide operators from the dispatch modes of these Python modules."""
+    with undoing() as undo:
+        modes = [mode for mode in dispatch_mode_stack() if type(mode).__module__ not in modules]
         _swap_modes(undo, dispatch_mode_stack, modes, pop_dispatch_mode, push_dispatch_mode, ())
         yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,9 +44,6 @@ class Autocast:
     dtype: torch.dtype
     cache: bool
 
-    def context(self, cache: bool) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=cache)
-
 
 def autocast_now(devices: Iterable[torch.device]) -> tuple[Autocast, ...]:
     cache = torch.is_autocast_cache_enabled()
@@ -66,8 +63,9 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> AbstractCon
 @contextmanager
 def _restored_autocast(states: Iterable[Autocast], cache: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        for state in states:
-            stack.enter_context(state.context(cache=state.cache and cache))
+        for kind in states:
+            cached = kind.cache and cache
+            stack.enter_context(torch.autocast(kind.device_type, kind.dtype, kind.enabled, cache_enabled=cached))
         yield
 
 
@@ -192,11 +190,6 @@ class Surroundings:
             if self.seen is not None:
                 self.seen.noted_again()
 
-    @property
-    def trained(self) -> frozenset[int] | None:
-        """`id` of each parameter that required a gradient in the first run; None if unknown."""
-        return None if self.seen is None else self.seen.trained
-
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call `function` with the context variables of the first run."""
         return function(*args) if self.world is None else self.world.run(function, *args)
@@ -216,7 +209,7 @@ def recorded(
     attributes = Attributes(function)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
     locations = _locations_of(function, hooked=seen is not None and seen.hooked)
-    named = NamedState(locations).without_tensors() if locations else None
+    named = NamedState(locations, tensors=False) if locations else None
     held = [*attributes.values(), *(location.get() for location in locations)]
     world = World.now()
     result: list[Surroundings] = []
@@ -292,15 +285,15 @@ def _find_moving(
     return sorted(changed)
 
 
-def present(function: Callable[..., Any], devices: tuple[torch.device, ...], name: str = "") -> Surroundings:
+def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
     """Record the present state, so that a later run of `function` inside its `restored` context equals a run now."""
     slots = own_buffers(function)
     copies = _copies(function, slots)
-    seen = Seen(function, name) if isinstance(function, nn.Module) else None
+    seen = Seen(function, "") if isinstance(function, nn.Module) else None
     if seen is not None:
         seen.note([*(slots[i][2] for i in copies), *_statistics(function)])
     return Surroundings(
-        name,
+        "",
         autocast_now(devices),
         RandomState.now(devices),  # always: the run, which may draw random values, is still to come
         tuple((slots[i], copy) for i, copy in copies.items()),
@@ -349,16 +342,14 @@ def _statistics(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 def _copies(function: Callable[..., Any], slots: dict[int, Slot]) -> dict[int, torch.Tensor]:
-    unknown = (
-        not isinstance(function, nn.Module) or function not in _moving or not making.isdisjoint(modules_of(function))
-    )
-    return {i: slot[2].clone() for i, slot in slots.items() if unknown or i in recall_moving(function)}
+    known: Collection[int] = slots.keys()
+    if isinstance(function, nn.Module) and function in _moving and making.isdisjoint(modules_of(function)):
+        known = recall_moving(function)
+    return {i: slot[2].clone() for i, slot in slots.items() if i in known}
 
 
-def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
+def recall_moving(function: nn.Module) -> frozenset[int]:
     """Return indices in `buffer_slots` of the buffers that runs of this or another stage have changed."""
-    if not isinstance(function, nn.Module):
-        return frozenset()
     return _moving.get(function, frozenset()) | _moved_elsewhere.get(function, frozenset())
 
 
@@ -379,7 +370,7 @@ def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iter
             _moved_elsewhere[function] = _moved_elsewhere.get(function, frozenset()) | shared
 
 
-def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
+def moving_buffers(function: nn.Module) -> list[torch.Tensor]:
     """Return the buffers that earlier runs have changed, so that forwards of `function` copy them."""
     known = recall_moving(function)
     return [slot[2] for i, slot in own_buffers(function).items() if i in known]
@@ -462,7 +453,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
         with _same_run(function, device), decisions_repeated(decided[0]):
             twice.append(_outputs(function, value))
         # On other devices, two runs of a kernel may round differently.
-        reproducible = _equal(*twice) if device.type == "cpu" else _close(*twice)
+        reproducible = _equal(twice[0], twice[1], equal if device.type == "cpu" else _close)
         differs = differs and _equal(attached, twice[0])
     return GraphEffects(differs, silent, reproducible, not use.read.isdisjoint(statistics))
 
@@ -484,13 +475,11 @@ def _detached(output: Any) -> list[torch.Tensor]:
     return [local(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tensors_in(output)]
 
 
-def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(equal, found, expected))
+def _equal(found: list[torch.Tensor], expected: list[torch.Tensor], same: Callable[..., bool] = equal) -> bool:
+    return len(found) == len(expected) and all(map(same, found, expected))
 
 
-def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether tensors are equal except for rounding."""
-    return len(found) == len(expected) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, equal_nan=True) if a.is_floating_point() else equal(a, b)
-        for a, b in zip(found, expected, strict=True)
-    )
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal except for rounding."""
+    floating = a.is_floating_point()
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, equal_nan=True) if floating else equal(a, b)

@@ -207,23 +207,23 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 class NamedState:
-    """The present values of `locations`, and what they contain; `copies`: with copies of the values of tensors."""
+    """The present values of `locations`, and what they contain; `copies`: with copies of the values of tensors.
+
+    Without `tensors`, leaves out objects that have some, since copies would keep these alive.
+    """
 
     __slots__ = ("_before",)
 
-    def __init__(self, locations: Sequence[Location], *, copies: bool = False) -> None:
+    def __init__(self, locations: Sequence[Location], *, copies: bool = False, tensors: bool = True) -> None:
         self._before: list[tuple[Location, Any, Contents]] = []
         seen: set[int] = set()
         for location in locations:
             value = location.get()
             kind = kind_of(type(value))
             opens = kind is not None and not (kind == "container" and len(value) > _LONGEST)
-            self._before.append((location, value, contents_of(value, seen, copies=copies) if opens else []))
-
-    def without_tensors(self) -> NamedState:
-        """Drop the entries of objects with tensors, since copies would keep these alive; return this object."""
-        self._before = [each for each in self._before if not (each[2] and tensors_held(each[1], each[2]))]
-        return self
+            contents = contents_of(value, seen, copies=copies) if opens else []
+            if tensors or not (contents and tensors_held(value, contents)):
+                self._before.append((location, value, contents))
 
     def drop_written(self) -> bool:
         """Drop the locations whose values have changed and now have tensors; return whether there were any."""

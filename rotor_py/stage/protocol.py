@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable,
 from contextlib import contextmanager
 from functools import reduce
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
@@ -147,16 +147,11 @@ def base_of(way: str, ways: Collection[str]) -> str | None:
     return base if base in ways and keeper in ways else None
 
 
-class Trial:
-    """Watches a run of a stage, and finds whether a storage mode is worth measuring. In this base class, it is not."""
+class Trial(NamedTuple):
+    """What a trial run of a stage finds; by default, that the storage mode is not worth measuring."""
 
-    pays: bool = False  # whether the mode is worth measuring; False before the run
-    # Bytes that autograd saved in the run, except parameters, inputs, outputs and storages below a page; None before it
-    saved_bytes: int | None = None
-
-    def watch(self, run: Run) -> Run:
-        """Return a function that calls `run` and watches the saved tensors. RuntimeError if saved-tensor hooks fail."""
-        return run
+    pays: bool = False  # whether the mode is worth measuring
+    saved_bytes: int = 0  # that autograd saved in the run, except parameters, inputs, outputs and storages below a page
 
 
 class Keeper:
@@ -173,8 +168,11 @@ class Keeper:
         """Return a function that calls `run`, a run of the stage `function`, and keeps saved tensors in this mode."""
         return run
 
-    def trial(self, function: Callable[..., Any]) -> Trial:
-        """Return an object that finds whether this mode is worth measuring for the stage `function`."""
+    def trial(self, run: Run, function: Callable[..., Any], value: Any) -> Trial:
+        """Find whether this mode is worth measuring for the stage `function`, from `run` of it on `value`.
+
+        RuntimeError if saved-tensor hooks fail.
+        """
         return Trial()
 
 

@@ -117,13 +117,10 @@ def _of_bits(generator: Any) -> Stream:
 
 
 def _of_generator(generator: torch.Generator) -> Stream:
-    def state() -> Hashable:
-        return bytes(generator.get_state().numpy())
-
-    def set_back(state: bytes) -> None:
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    return Stream(state, set_back)
+    return Stream(
+        lambda: bytes(generator.get_state().numpy()),
+        lambda state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+    )
 
 
 # In a recomputation, the experts of a token, a top-k or a branch may differ from the first run's, since sums over
@@ -196,22 +193,21 @@ def not_deciding() -> AbstractContextManager[None]:
     return holding(_not_the_stage, True)
 
 
-def decided_bytes(function: Callable[..., Any]) -> int:
-    return _bytes.get(function, 0) if isinstance(function, nn.Module) else 0
+def decided_bytes(function: nn.Module) -> int:
+    return _bytes.get(function, 0)
 
 
 def decides_nothing(function: Callable[..., Any]) -> bool:
     return isinstance(function, nn.Module) and function in _undecided
 
 
-def remember_undecided(function: Callable[..., Any]) -> None:
+def remember_undecided(function: nn.Module) -> None:
     """Let runs of this stage record no decisions, since a stage of equal signature made none."""
-    if isinstance(function, nn.Module):
-        _undecided.add(function)
+    _undecided.add(function)
 
 
-class _Watching(TorchDispatchMode):
-    """Base of dispatch modes that record or replace results of operators. Autograd then uses the replaced ones."""
+class _Recording(TorchDispatchMode):
+    """Records the results of operators that decide; `_Repeating` replaces them, and autograd then uses these."""
 
     def __init__(self, decisions: Decisions = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -221,24 +217,20 @@ class _Watching(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-
-class _Recording(_Watching):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if _decides(func, (args, kwargs), made):
-            self.decisions.append((func, _copied(made)))
+        made = func(*args, **(kwargs or {}))  # also if its result is replaced, since it may draw random values
+        return self._decided(func, made) if _decides(func, (args, kwargs), made) else made
+
+    def _decided(self, func: Any, made: Any) -> Any:
+        """Return the result of an operator that decides, which has `made` its own."""
+        self.decisions.append((func, _copied(made)))
         return made
 
 
-class _Repeating(_Watching):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))  # also if its result is replaced below, since it may draw random values
-        if not _decides(func, (args, kwargs), made):
-            return made
+class _Repeating(_Recording):
+    def _decided(self, func: Any, made: Any) -> Any:
         nothing: tuple[Any, Any] = (None, None)
         decided, before = self.decisions.pop(0) if self.decisions else nothing
         if decided is not func:

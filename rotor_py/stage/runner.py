@@ -26,7 +26,7 @@ from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
 from rotor_py.stage.compressing_hooks import Keeping, owned_tensors
 from rotor_py.stage.error_context import During, tell_of_backward
 from rotor_py.stage.forward_state import Surroundings, left_in, recall_effects, recorded
-from rotor_py.stage.protocol import Keeper, StageOffers, Trial, both, offers_of, parted
+from rotor_py.stage.protocol import Keeper, StageOffers, both, offers_of, parted
 from rotor_py.stage.skipped_output import forward_skipping_output
 
 Edges = list[GradientEdge | None]  # for each tensor, its edge into the graph; None if it requires no gradient
@@ -156,11 +156,6 @@ class StageRunner:
     def by(self, option: int) -> StageRunner:
         if option == self.option:
             return self
-        other = copy(self)  # other runs of the stage may use this runner's option
-        other.option, other._way = option, self._way_of(option)
-        return other
-
-    def _way_of(self, option: int) -> str | None:
         offered = self.offered
         ways = offered if self._ways is None else self._ways
         way = None if option == 0 else ways[option - 1] if option <= len(ways) else ""
@@ -168,31 +163,30 @@ class StageRunner:
             named = f" ({way})" if way else ""
             text = f"plan again: stage {self.name!r} no longer has the plan's storage option {option}{named}"
             raise InvalidValueError(text, kind="unknown_way", name=self.name, option=option)
-        return way
+        other = copy(self)  # other runs of the stage may use this runner's option
+        other.option, other._way = option, way
+        return other
 
     @property
     def offered(self) -> tuple[str, ...]:
-        return self._ways_with(self._suiting, self._offers.ways())
-
-    def trials(self) -> dict[str, Trial]:
-        return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
+        return self._ways_with(self.suiting, self._offers.ways())
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
         """Return the names of `offered` modes that apply to `value` and use only `keepers`. May run the stage."""
-        paying = [each for each in self._suiting if each.name in keepers]
+        paying = [each for each in self.suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 
     @property
-    def _suiting(self) -> list[Keeper]:
+    def suiting(self) -> list[Keeper]:
+        """The keepers whose storage modes suit the stage."""
         return [keeper for keeper in self._keepers.values() if keeper.suits(self.function)]
 
     @staticmethod
     def _ways_with(keepers: Sequence[Keeper], own: Sequence[str]) -> tuple[str, ...]:
         forms = [keeper.name for keeper in keepers if not keeper.keeps_the_rest]
         ways = [*own, *forms, *(both(each, form) for form in forms for each in own)]
-        for keeper in keepers:
-            if keeper.keeps_the_rest:
-                ways += [keeper.name, *(both(each, keeper.name) for each in ways)]
+        for name in (keeper.name for keeper in keepers if keeper.keeps_the_rest):
+            ways += [name, *(both(each, name) for each in ways)]
         return tuple(ways)
 
     @property
@@ -278,7 +272,8 @@ class StageRunner:
         With `skip_output`, the output is allocated but not computed. The graph ends at aliases of the parameters, so
         their hooks do not run here, but once the stage's autograd node has returned the gradients of the aliases.
         """
-        restored, trained = surroundings.restored(self.function, graph=True), surroundings.trained
+        restored = surroundings.restored(self.function, graph=True)
+        trained = None if surroundings.seen is None else surroundings.seen.trained
         run = partial(surroundings.run, self._run, self._way)
         attached, output, _ = self._attach(self._in_recomputation, restored, run, value, context, skip_output, trained)
         return attached, output

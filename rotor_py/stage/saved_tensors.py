@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import Node
 
-from rotor_profiling import torch_compat
+from rotor_profiling import tensors_in, torch_compat
 from rotor_profiling.torch_compat import c_autograd, is_fake
 from rotor_py.errors import InvalidStateError
 
@@ -52,6 +52,13 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat, detached tensor of all elements of the storage of `tensor`, in the same dtype."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((count,), (1,), 0)
+
+
+def hook_gradients(value: Any, hook: Callable[[Any], object]) -> None:
+    """Have each gradient of a tensor in `value` passed to `hook`. The graph holds the hook, which is freed with it."""
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
 
 # The backward of ReLU and similar nodes reads only the signs of a saved tensor. A saved-tensor hook gets no node. But
@@ -158,9 +165,6 @@ class Complete(Exception):  # noqa: N818  # no error: it ends a run
         super().__init__()
         self.run = run
 
-    def add_note(self, note: str) -> None:
-        """Ignore the note: `HandingOver` catches this exception."""
-
 
 class HandingOver:
     """Context for a run that hands its saved tensors to `waiting`, and ends early once `waiting` has all it needs."""
@@ -201,16 +205,6 @@ class HandingOver:
 
 
 innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
-
-
-class NoReceiver:
-    """Context in which saved-tensor hooks hand over no tensors: the caller does this instead."""
-
-    def __enter__(self) -> None:
-        self._outside = innermost_run.set(None)
-
-    def __exit__(self, *error: object) -> None:
-        innermost_run.reset(self._outside)
 
 
 tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack hook for saved tensors

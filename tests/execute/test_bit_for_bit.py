@@ -22,10 +22,10 @@ from rotor_profiling import measured_peak
 from rotor_profiling.backends import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.regions import Region, regions, run
+from rotor_py.execute.regions import regions, run
 from rotor_py.execute.tape import Tape
 from rotor_py.stage import compression
-from rotor_py.stage.compression import FormKeeper, Packed
+from rotor_py.stage.compression import Packed
 from rotor_py.stage.replayed_routing import streams_of
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
@@ -58,6 +58,7 @@ class PackedOrCopied:
     """A form that keeps everything: packed where that is possible."""
 
     name, exact, packed, copied = "kept", True, 0, 0
+    keeps_the_rest, suits, keeping, keeping_in = False, Packed.suits, Packed.keeping, Packed.keeping_in
 
     def keep(self, memory: torch.Tensor) -> Any:
         packed = Packed().keep(memory)
@@ -81,7 +82,7 @@ def test_so_does_one_whose_stages_keep_tensors_in_another_form(name: str, monkey
     def forward(value: Any) -> Any:
         for _, layer in found.prefix:
             value = layer(value)
-        runners = [StageRunner(function, name, keepers=(FormKeeper(form),)) for name, function in found.stages]
+        runners = [StageRunner(function, name, keepers=(form,)) for name, function in found.stages]
         return Tape(runners, read_sequence(len(runners), sequence)).forward(value)
 
     assert_same(steps(model, forward, sample, case.autocast), steps(plain, plain, sample, case.autocast))
@@ -236,7 +237,7 @@ def test_the_output_of_a_region_is_freed_once_the_next_stage_has_read_it() -> No
     model[1].register_forward_pre_hook(lambda _, args: outputs.append(weakref.ref(args[0])))
     there: list[bool] = []
     model[2].register_forward_pre_hook(lambda *_: there.append(outputs[0]() is not None))
-    run(runners_of(model), (Region((0,)), 1, 2), torch.randn(2, 3))
+    run(runners_of(model), ((0,), 1, 2), torch.randn(2, 3))
     assert there == [False]
 
 
@@ -279,7 +280,7 @@ def test_numbers_are_those_of_plain_training_bit_for_bit(name: str) -> None:
     plain, last = copy.deepcopy(start), len(start) - 1
     expected = steps(plain, plain, sample, region)
     drawn = [regions(persistent_sequence(last + 1, random.Random(seed))) for seed in range(3)]
-    for items in ((Region(tuple(range(last))), last), *drawn):
+    for items in ((tuple(range(last)), last), *drawn):
         model = copy.deepcopy(start)
         runners = runners_of(model)
         assert_same(steps(model, lambda value: run(runners, items, value), sample, region), expected)  # noqa: B023
@@ -301,7 +302,7 @@ def test_gradients_of_gradients_go_through_recomputed_stages() -> None:
 def test_a_stage_that_does_something_else_the_second_time_is_refused() -> None:
     rows = Noted([1, 2, 3])
     stage = StageRunner(lambda value: value[rows.pop(0) :].exp(), "changing")
-    output = run([stage], (Region((0,)),), torch.randn(8, 4, requires_grad=True))
+    output = run([stage], ((0,),), torch.randn(8, 4, requires_grad=True))
     with raises(RuntimeError, "rerun_differs"):
         output.sum().backward()
 
@@ -330,7 +331,7 @@ def in_part(sequence: Sequence, planned: Checkpointable) -> Sequence:
 
 def by_regions(planned: Checkpointable, sequence: Sequence, batch: torch.Tensor) -> torch.Tensor:
     stages = zip(planned.names, planned.functions, planned.inspection_values.way_names, strict=True)
-    runners = [StageRunner(stage, name, ways=ways, keepers=[FormKeeper(Packed())]) for name, stage, ways in stages]
+    runners = [StageRunner(stage, name, ways=ways, keepers=[Packed()]) for name, stage, ways in stages]
     options = read_sequence(len(runners), sequence).options
     (output,) = run(runners, regions(sequence), (batch,), options)
     return output

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from rotor_profiling.storage import tensors_in
 from rotor_py import Checkpointable, PlanMismatchError
-from rotor_py.stage.compression import FEWER_BITS, FormKeeper, Packed, word_of
+from rotor_py.stage.compression import FEWER_BITS, Packed, word_of
 from rotor_py.stage.saved_tensors import HandingOver, Need, Saved
 from rotor_solver import ForwardEnable, Sequence
 from tests.capture.steps import adamw, compare
@@ -171,7 +171,7 @@ CHANNELS = 4
 
 
 class Noted:
-    name, exact = "noted", True
+    exact, keeping_in = True, Packed.keeping_in
 
     def __init__(self) -> None:
         self.signs = 0
@@ -243,7 +243,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def kept(model: nn.Module, form: Any) -> Any:
-    return FormKeeper(form).keeping(model, model)
+    return Packed.keeping(form, model, model)
 
 
 @pytest.mark.parametrize(

@@ -337,16 +337,15 @@ def stage_layouts(
     silent: Sequence[int] = (),
     arriving: Layouts = (),
     before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] = lambda *_: None,
-    watch: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
 ) -> tuple[Layouts, Any]:
     """Return the strides of the gradients that a stage's backward returns for its input `value`, and its output.
 
     The returned output is detached, but keeps `requires_grad`. The model does not change. Between forward and backward,
-    calls `before_backward` with input, output (in the graph) and parameters. `watch` may wrap the forward.
+    calls `before_backward` with input, output (in the graph) and parameters.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)
-        output = (runner.forward if watch is None else watch(runner.forward))(leaf)
+        output = runner.forward(leaf)
         before_backward(leaf, output, parameters)
         made, outputs = leaves_of(output), tensors_in(output)
         gradients = gradients_for(outputs, silent, arriving)

@@ -9,23 +9,25 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from rotor_profiling import tensors_in, torch_compat
+from rotor_profiling import torch_compat
 from rotor_py.errors import record_fields
 from rotor_py.execute.backward_passes import current_task, goes_through, retains_graph
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import hook_gradients
 from rotor_py.units import exact_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 from rotor_solver.in_flight import Footprint, with_room_at_loss
 
+T = TypeVar("T")
 _log = logging.getLogger("rotor_py")
 
 # Number of steps with backwards in reverse after which plans assume that order. A guess: after fewer, more may differ.
@@ -64,10 +66,7 @@ class Forwards:
         """Count a returned forward as in flight. `began`: number of autograd nodes that this thread made before it."""
         returned = torch_compat.get_sequence_nr()
         flying = ForwardInFlight(plan, sequence, nodes=(returned if began is None else began, returned))
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                # The graph holds the hook: if the output is dropped, the hook is freed, and `flying` with it.
-                tensor.register_hook(partial(self._begin_backward, flying, model))
+        hook_gradients(output, partial(self._begin_backward, flying, model))  # if the graph is freed, `flying` is
         self._flying.append(ref(flying))
 
     def _begin_backward(self, forward: ForwardInFlight, model: TrainedModel, gradient: torch.Tensor) -> None:
@@ -174,15 +173,13 @@ class Forwards:
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
         make = partial(model.with_forwards, plan.budget, plan.measurement, model.device_of(plan.input_spec), count)
-        found: Budget = self._remember(("budget", id(plan.budget), count), plan.budget, make)
-        return found
+        return self._remember(("budget", id(plan.budget), count), plan.budget, make)
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
         # Use a budget for two forwards: that for one omits the bytes that a waiting one holds outside the chain.
         budget = self._budget(plan, model, 2)
         key = "footprint", id(budget), id(sequence)
-        found: Footprint = self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
-        return found
+        return self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
         """Return the fastest sequence within `rest` bytes that leaves `working` bytes free in the loss; else None."""
@@ -193,15 +190,14 @@ class Forwards:
             except InfeasibleError:
                 return None
 
-        found: Sequence | None = self._remember(("squeezed", id(chain), rest, working), chain, solve)
-        return found
+        return self._remember(("squeezed", id(chain), rest, working), chain, solve)
 
-    def _remember(self, key: Hashable, of: object, make: Callable[[], Any]) -> Any:
+    def _remember(self, key: Hashable, of: object, make: Callable[[], T]) -> T:
         if key not in self._remembered:
             if len(self._remembered) == _MOST_KNOWN:
                 self._remembered.clear()
             self._remembered[key] = of, make()  # `of` holds the objects whose ids are in the key
-        return self._remembered[key][1]
+        return cast(T, self._remembered[key][1])
 
 
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:

@@ -19,13 +19,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from rotor_profiling.torch_compat import dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode
 from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.first_run import modes_aside
 from rotor_py.stage.saved_tensors import hooks_aside
 from rotor_py.units import exact_bytes
 from rotor_solver import Loss, Sequence, recompute_all, simulate
@@ -37,37 +36,10 @@ _REGIONS = "torch.utils.checkpoint"
 
 
 @contextmanager
-def outer_hooks_aside() -> Iterator[None]:
-    """Inside the context, disable the caller's saved-tensor hooks: those of a checkpoint would recompute its region."""
-    with hooks_aside():
-        yield
-
-
-@contextmanager
 def outer_regions_aside() -> Iterator[bool]:
     """Inside the context, hide the model from the caller's regions (see the Note). Yield whether one is recomputed."""
-    with hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
+    with hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, modes_aside(_REGIONS):
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
-
-
-@contextmanager
-def _modes_aside() -> Iterator[None]:
-    modes = dispatch_mode_stack()
-    others = [mode for mode in modes if type(mode).__module__ != _REGIONS]
-    _replace(modes, others)
-    try:
-        yield
-    finally:
-        _replace(others, modes)
-
-
-def _replace(modes: list[Any], others: list[Any]) -> None:
-    if modes == others:
-        return
-    for _ in modes:
-        pop_dispatch_mode()
-    for mode in others:
-        push_dispatch_mode(mode)
 
 
 class NestedRecompute:

@@ -17,6 +17,7 @@ from rotor_profiling.optimizer import with_inner
 from rotor_profiling.storage import dense_parts, has_values
 from rotor_py.errors import fields_of, record_fields
 from rotor_py.plan.observers.watched_steps import WatchedSteps
+from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.trained_model import TrainedModel, late_optimizers
 from rotor_py.units import exact_bytes
@@ -116,10 +117,8 @@ class KeptGradients:
         self._plans, self._model = plans, plans.model
         self._known: tuple[object, ...] = ()  # the sequence and the limit of the last check
 
-    def notice(self, value: Any) -> None:
+    def notice(self, plan: StepPlan, value: Any) -> None:
         """If existing gradients take the step on `value` over the limit, warn; plan again if the plan may change."""
-        plan = self._plans.in_use
-        assert plan is not None
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):
             return
         device = self._model.device_of(plan.input_spec)
@@ -135,7 +134,7 @@ class KeptGradients:
         remedy = plan.why_it_stays(self._model)
         if remedy is None:
             try:
-                self._plans.plan_for_kept_gradients(value)
+                self._plans.plan_for_kept_gradients(plan, value)
             except InfeasibleError as error:
                 remedy = f"Training goes on, beyond the limit: {error}"
             else:

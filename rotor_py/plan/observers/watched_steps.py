@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
 
 from rotor_profiling import Phase, StepWatch, optimizer_cost, storage_bytes, tensors_in, torch_compat, watch_step
 from rotor_profiling.isolate import gradients_of
@@ -26,6 +24,7 @@ from rotor_py.execute.backward_passes import current_task, retains_graph
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.saved_tensors import hook_gradients
 from rotor_py.units import exact_bytes, format_bytes
 from rotor_solver import InfeasibleError, simulate
 
@@ -46,14 +45,12 @@ class _Alive:
     __slots__ = ("__weakref__",)
 
 
+@dataclass(eq=False)
 class _Owned:
     """Holds the token of a forward's step as `token`, until the forward's last backward pass sets this to None."""
 
-    __slots__ = ("__weakref__", "task", "token")
-
-    def __init__(self, token: _Alive) -> None:
-        self.token: _Alive | None = token
-        self.task: int | None = None
+    token: _Alive | None
+    task: int | None = None
 
 
 class WatchedStep:
@@ -79,7 +76,6 @@ class WatchedStep:
         self._outputs_held = False  # whether the caller holds outputs other than the loss when its backward is over
         self._retained: list[weakref.ref[_Owned]] = []
         self._differentiated: list[_Alive] = []
-        self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
         """Add a forward by `plan` to this step, the last of `in_flight`. False if the step is over or has too many."""
@@ -110,9 +106,7 @@ class WatchedStep:
             self._losses.append(loss)
         owned, beside = _Owned(token), [each for each in outputs if each.dim() and not each.is_leaf]
         held = partial(_most_alive, _weakly(beside), storage_bytes(beside)) if len(beside) < len(outputs) else None
-        for tensor in outputs:
-            # The graph holds the hook: if the output is dropped, the hook is freed, and the token with it.
-            tensor.register_hook(partial(self._gradient_arrived, owned, held))
+        hook_gradients(outputs, partial(self._gradient_arrived, owned, held))  # if the graph is freed, the token is
 
     def drop_retained(self) -> None:
         """Make graphs that backwards have retained release the token (`_Alive`), whose end is the end of the step."""
@@ -120,23 +114,6 @@ class WatchedStep:
             if (owned := each()) is not None:
                 owned.token = None
         self._differentiated.clear()
-        self._stop_waiting()
-
-    def _wait_for_last_pass(self, token: _Alive) -> None:
-        """End the step when a pass that frees the graph next reaches a parameter, even if it reaches no output."""
-        trained = [each for each in self._model.core.parameters() if each.requires_grad]
-        if not self._differentiated and trained:
-            self._differentiated.append(token)
-            self._waiting = register_multi_grad_hook(trained, self._gradient_of_parameter, mode="any")
-
-    def _gradient_of_parameter(self, gradient: torch.Tensor) -> None:
-        if self._differentiated and not retains_graph():  # the first-order backward retains its graph
-            torch_compat.queue_callback(partial(self._pass_done, self._differentiated.pop(), None))
-
-    def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.remove()
-            self._waiting = None
 
     def _gradient_arrived(self, owned: _Owned, held: Callable[[], bool] | None, gradient: torch.Tensor) -> None:
         task = current_task()
@@ -145,8 +122,8 @@ class WatchedStep:
         owned.task, token = task, owned.token
         if retains_graph():  # another pass may follow, and need more memory
             self._retained.append(weakref.ref(owned))
-            if torch.is_grad_enabled():
-                self._wait_for_last_pass(token)
+            if torch.is_grad_enabled():  # a pass through the graphs of gradients need not reach an output
+                self._differentiated.append(token)
         else:
             owned.token = None
         self._backwards += 1
@@ -164,7 +141,6 @@ class WatchedStep:
 
     def _over(self) -> None:
         phases = self.watch.stop()
-        self._stop_waiting()
         # If gradients from before the step were freed in it, the watch may not have seen that, and counts them still
         # (Rule 4 of the Note in `rotor_profiling/step.py`).
         if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
@@ -291,10 +267,6 @@ def _most_alive(storages: list[weakref.ref[torch.UntypedStorage]], nbytes: int) 
     return 2 * sum(each.nbytes() for each in alive) > nbytes
 
 
-_WORTH_SAYING = 10
-"""A warning names each cause of more than 1/10 of the bytes over the limit. A guess; it changes only the text."""
-
-
 def account_for(
     loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel, *, outputs_held: bool
 ) -> None:
@@ -304,8 +276,7 @@ def account_for(
     """
     plan.store_changed(model.settings)  # before solving: the next plan must store these stages
     measurement, budget = plan.measurement, plan.budget
-    assert plan.sequence is not None
-    before = budget.peak_bytes(plan.sequence)
+    before = budget.peak_bytes(plan.followed)
     outputs_held = outputs_held and not measurement.outputs_held
     if outputs_held:
         measurement = replace(measurement, outputs_held=True, output_held=True)
@@ -321,9 +292,9 @@ def account_for(
     measurement = replace(measurement, loss=found)
     budget = budget.with_found(measurement, kept - planned.kept_bytes, fresh_gradients=plan.fresh_gradients)
     # Count bytes over the limit that are not the loss's as held throughout the step.
-    other = max(0, peak_bytes - budget.peak_bytes(plan.sequence)) if peak_bytes > limit else 0
+    other = max(0, peak_bytes - budget.peak_bytes(plan.followed)) if peak_bytes > limit else 0
     budget = budget.with_found(measurement, other, fresh_gradients=plan.fresh_gradients)
-    peak = budget.peak_bytes(plan.sequence)
+    peak = budget.peak_bytes(plan.followed)
     if plan.file is None:
         plan.budget, plan.measurement = budget, measurement
     of_loss = of_others = of_outputs = ""
@@ -339,14 +310,13 @@ def account_for(
         model.holds_outputs = True
     if peak <= limit:
         return
-    least = (peak - limit) / _WORTH_SAYING
-    if temp - planned.temp_bytes + kept - planned.kept_bytes > least:
+    if temp + kept > planned.temp_bytes + planned.kept_bytes:
         of_loss = (
             f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, and the plan has "
             f"{format_bytes(planned.temp_bytes)}: pass it as loss=, or loss_tmp_memory_usage={temp}, so that it "
             "counts from the start."
         )
-    if other > least:
+    if other:
         rest = f", or write mem_limit={limit - other}" if budget.least_bytes() <= limit else ""
         of_others = (
             f" It holds {format_bytes(other)} that the plan does not count, such as other inputs and outputs, or "
@@ -362,9 +332,8 @@ def account_for(
             remedy = f"It was planned again with these bytes, and takes {takes} from now on."
         except InfeasibleError as error:
             remedy = f"Training goes on, beyond the limit: {error}"
-    numbers = {"loss_bytes": temp if of_loss else 0, "other_bytes": other if of_others else 0}
-    numbers["outputs_bytes"] = outputs_bytes
-    goes_on = budget.peak_bytes(plan.sequence) > limit
+    numbers = {"loss_bytes": temp if of_loss else 0, "other_bytes": other, "outputs_bytes": outputs_bytes}
+    goes_on = budget.peak_bytes(plan.followed) > limit
     _warn_over_limit(model, peak, limit, f"{of_outputs}{of_loss}{of_others} {remedy}", goes_on=goes_on, **numbers)
 
 
@@ -393,11 +362,10 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
     """Compare a step with the prediction of its plan; do nothing if the plan has none, or was compared before."""
     if plan.file is None or plan.file.predicted_for is None or plan.prediction_holds is not None:
         return
-    assert plan.sequence is not None
-    budget = plan.budget
+    budget, sequence = plan.budget, plan.followed
     expected = max(
         budget.fixed.total + budget.before_bytes,
-        budget.beside_chain(plan.sequence) + simulate(budget.chain, plan.sequence).peak,
+        budget.beside_chain(sequence) + simulate(budget.chain, sequence).peak,
     )
     # The first step begins without the gradients that the prediction counts and, on CUDA, without the optimizer state,
     # which the optimizer's first step makes. On the CPU, `_present_bytes` counts that state from the beginning.
