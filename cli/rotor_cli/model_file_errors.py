@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import symtable
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -45,6 +47,18 @@ def split_target(target: str) -> tuple[str, str]:
         hint = f"; did you mean {folder / near[0]}?" if near else ""
         raise usage("no_such_file", location, f"there is no file {location}{hint}")
     return location, name
+
+
+def refuse_missing_module(location: str) -> None:
+    """Raise Failure if Python finds no top-level package of the module `location`; does not import the package."""
+    package = location.partition(".")[0]
+    sys.path.insert(0, "")  # search the current folder too, as `python -m` does
+    try:
+        found = package in sys.modules or (package and importlib.util.find_spec(package) is not None)
+    finally:
+        sys.path.remove("")
+    if not found:
+        raise no_module(location)
 
 
 def no_module(location: str) -> Failure:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from rotor_cli.failure import about_option, usage
-from rotor_cli.model_file_errors import defines, refuse_file_without, split_target
+from rotor_cli.model_file_errors import defines, refuse_file_without, refuse_missing_module, split_target
 
 HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")  # names of devices of this machine
 
@@ -146,7 +146,9 @@ def refuse_wrong_use(request: Request) -> None:
         for broken, kind, option, message in rules(request):
             if broken:
                 raise usage(kind, option, message)
-    if location.endswith(".py") and not request.as_script:
+    if not location.endswith(".py"):
+        refuse_missing_module(location)
+    elif not request.as_script:
         refuse_file_without(name, location)
 
 
