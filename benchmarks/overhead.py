@@ -36,7 +36,7 @@ from ecosystem import MODELS as KNOWN
 from ecosystem import llama
 from heap import ask_for_large_pages, keep_free_memory
 from networks import LEAST_IMAGE, NETWORKS, SHARES
-from report import merged, write
+from report import captioned, merged, put, write
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
@@ -234,7 +234,7 @@ def main() -> None:
         if options.write:
             everything = merged("overhead", rows, CPU, (*NETWORKS, *MODELS))
             write("overhead", table(everything), everything, CPU)
-            write("overhead", short_table(everything), everything, CPU)
+            put("overhead-short-cpu", captioned(short_table(everything), CPU))
 
 
 if __name__ == "__main__":

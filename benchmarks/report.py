@@ -45,8 +45,13 @@ def write(
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    put(name, captioned(text, device, how))
+
+
+def captioned(text: str, device: torch.device, how: str = "Measured") -> str:
+    """`text`, and below it the device and the versions."""
     caption = ", ".join(f"{key} {value}" if key != "device" else value for key, value in versions(device).items())
-    put(name, f"{text}\n\n{how} on: {caption}.")
+    return f"{text}\n\n{how} on: {caption}."
 
 
 def put(name: str, text: str) -> None:
