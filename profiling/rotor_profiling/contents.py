@@ -12,6 +12,7 @@ import sysconfig
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from copy import copy
 from functools import cache, lru_cache, partial
 from itertools import starmap
@@ -23,7 +24,7 @@ from torch import nn
 
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import tensors_in
-from rotor_profiling.value_tree import PLAIN, fields_of
+from rotor_profiling.value_tree import PLAIN, fields_of, tree_flatten, tree_unflatten
 
 TABLES = frozenset(vars(nn.Module())) - {"training"}  # attributes of a module that are restored elsewhere
 MISSING = object()
@@ -32,7 +33,7 @@ _CONTAINERS = frozenset({list, dict, set, deque, bytearray, Counter, OrderedDict
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # Maximum number of objects opened in one value, of items of a container inside an object, and of bytes of an array that
 # is copied before every run. Guesses: what has more is data, or leads to the whole program.
-_MOST, _LONGEST, _LARGEST = 256, 10_000, 4096
+_MOST, _LONGEST, LARGEST = 256, 10_000, 4096
 
 Contents = list[tuple[Any, Any]]  # pairs of a mutable object and what it contained
 StandIns = dict[int, Any]  # maps ids of objects to those that replace them
@@ -100,9 +101,12 @@ def contents_of(value: Any, seen: set[int], *, copies: bool) -> Contents:
                 found.append((each, Values(each._version, each.clone() if copies else None)))
         elif kind == "array":
             if each.flags.writeable:
-                found.append((each, Values(None, each.copy() if copies or each.nbytes <= _LARGEST else None)))
+                found.append((each, Values(None, each.copy() if copies or each.nbytes <= LARGEST else None)))
         elif kind == "iterator":
-            found.append((each, _state(each)))
+            found.append((each, state := _state(each)))
+            if state is None and type(each) is not GeneratorType:  # a generator inside may be why it cannot be copied
+                with suppress(TypeError):  # newer Python does not say what is in an iterator of itertools
+                    pending += [(item, inside) for item in tree_flatten(each.__reduce__())[0]]
         elif (
             kind is not None and id(each) not in seen and not (inside and kind == "container" and len(each) > _LONGEST)
         ):
@@ -183,7 +187,7 @@ def without_copies(contents: Contents) -> Contents:
 
 
 def _stays(value: Any, content: Any) -> bool:
-    small = isinstance(content, Values) and content.version is None and value.nbytes <= _LARGEST
+    small = isinstance(content, Values) and content.version is None and value.nbytes <= LARGEST
     return small or not isinstance(content, Values) or not as_it_was(value, content)
 
 
@@ -251,6 +255,19 @@ def _fill(value: Any, content: Any, kind: str) -> None:
             table[name] = each
         else:
             object.__setattr__(value, name, each)
+
+
+def with_own_containers(value: Any) -> Any:
+    """Return `value` with the same tensors in new containers, objects and iterators, which a run may change."""
+    if isinstance(value, torch.Tensor) or (type(value) is tuple and PLAIN.issuperset(map(type, value))):
+        return value
+    leaves, structure = tree_flatten(value)
+    return tree_unflatten([_own(leaf) if kind_of(type(leaf)) == "iterator" else leaf for leaf in leaves], structure)
+
+
+def _own(iterator: Any) -> Any:
+    state = _state(iterator)
+    return state if kind_of(type(state)) == "iterator" else iterator
 
 
 def _state(value: Any) -> Any:

@@ -88,13 +88,6 @@ def tree_map_only(of: Any, change: Callable[[Any], Any], value: Any) -> Any:
     return tree_unflatten([change(leaf) if isinstance(leaf, of) else leaf for leaf in leaves], structure)
 
 
-def with_own_containers(value: Any) -> Any:
-    """Return `value` with the same tensors in new containers and objects, for a run that may change containers."""
-    if isinstance(value, torch.Tensor) or (type(value) is tuple and PLAIN.issuperset(map(type, value))):
-        return value
-    return tree_map_only(torch.Tensor, lambda tensor: tensor, value)
-
-
 @dataclass(frozen=True, slots=True)
 class _Object:
     """An opened object: the structure of its `parts`, or None if the object of this `number` occurs earlier, too."""

@@ -220,7 +220,7 @@ class _Layer(nn.Module):
         if by is None:
             return self.forward_fn(self.layer, value)
         devices = accelerators_of(value, self)
-        with recorded(self.layer, devices, True, f"layer {self.index}", []) as found:
+        with recorded(self.layer, devices, True, f"layer {self.index}", [], value) as found:
             output = self.forward_fn(self.layer, value)
         by._surroundings[self.index] = found[0]
         # An output that shares its storage with the input takes no new memory.

@@ -32,9 +32,9 @@ from rotor_profiling import (
 )
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
+from rotor_profiling.contents import with_own_containers
 from rotor_profiling.isolate import own_parametrizations, undoing
 from rotor_profiling.stage.gradients import enter_graph
-from rotor_profiling.value_tree import with_own_containers
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph, written_input
 from rotor_py.capture.graph.graph_nodes import line_of, name_of
@@ -162,7 +162,7 @@ def measure_graphs(
         undo.append(RandomState.now((device,)).restore)
         try:
             with outside:
-                # Copy dicts and lists among the arguments, since a forward may change them.
+                # Copy dicts, lists and iterators among the arguments, since a forward may change them.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
             found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
             found.outputs_held = options.outputs_held or not has_loss(found.output)

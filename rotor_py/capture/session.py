@@ -32,6 +32,7 @@ from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelE
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.stage.forward_state import recall_effects, recall_moving, remember_effects, remember_moving
+from rotor_py.stage.named_state import NamedState, locations_in
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.replayed_routing import Stream, streams_among, streams_of
 
@@ -99,6 +100,7 @@ class CaptureSession:
         if self._undoes_all:
             random = RandomState.now(accelerators_of((), self.model))
             self._undo += [Buffers(self.model).put_back, Attributes(self.model).put_back, random.restore]
+            self._undo.append(NamedState(locations_in((args, kwargs))).put_back)
         run_graph = partial(self._run_graph, run_stages, goes_on)
         try:
             with self._refusing():

@@ -6,9 +6,9 @@
 #     the tape cannot repeat it. The tape holds the graph of a stored stage, like that of a recomputed one.
 #  2. The tape keeps the chain's input until the backward of stage 0, since all else can be computed from it. The tape
 #     records the forward state of every stage.
-#  3. A failed forward leaves one side effect: the stage in progress may have changed buffers and the random state. The
-#     tape restores these, and runs the whole forward again, in new nodes. Stages that had completed are recomputed in
-#     the state of their first run, and change nothing; the others run for the first time.
+#  3. A failed forward leaves one side effect: the stage in progress may have changed buffers, objects in its input, and
+#     the random state. The tape restores these, and runs the whole forward again, in new nodes. Stages that had
+#     completed are recomputed in the state of their first run, and change nothing; the others run for the first time.
 #  4. A failed backward leaves no side effect. Let stage i be in progress. The stages after it in the chain have passed
 #     their gradients to the engine. Stage i passes all of its gradients at once, when it is done. So 0 … i remain,
 #     and the gradient of their output is in memory. The tape releases everything held for them and recomputes them
@@ -41,6 +41,7 @@ from rotor_py.execute.instructions import Instructions, Runners, from_input, rea
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.error_context import is_out_of_memory
 from rotor_py.stage.forward_state import slots_that_move
+from rotor_py.stage.named_state import NamedState, locations_in
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence
 
@@ -62,10 +63,11 @@ class SmallerPlans(Protocol):
 
 
 class Undo:
-    """The state before a forward of `function`, to restore if that fails. Copies only buffers known to change."""
+    """The state before a forward of `function` on `value`, to restore if that fails. Copies only changing buffers."""
 
-    def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...], value: Any) -> None:
         self._random = RandomState.now(devices)
+        self._given = NamedState(locations_in(value))
         self._attributes = Attributes(function)
         self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
         copied = {id(tensor) for (_, _, tensor), _ in self._copies}
@@ -75,6 +77,7 @@ class Undo:
     def restore(self) -> str | None:
         """Restore the recorded state. Return why a change cannot be undone; None if every change is undone."""
         self._random.restore()
+        self._given.put_back()
         try:
             self._attributes.put_back()
         except RuntimeError as error:
@@ -167,7 +170,7 @@ class OOMRetryTape(Tape):
         return output, silent
 
     def _undone_on_error(self, runner: StageRunner, run: Any, value: Any, left: list[torch.Tensor]) -> Any:
-        undo = Undo(runner.function, runner.devices(value, self.context))
+        undo = Undo(runner.function, runner.devices(value, self.context), value)
         try:
             return run(value, self.context, left)
         except RuntimeError as error:

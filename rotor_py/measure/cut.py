@@ -17,6 +17,7 @@ from torch import nn
 from rotor_profiling import isolated, memory_meter, storage_bytes, storages, tensors_in
 from rotor_profiling.attributes import made_by, making
 from rotor_profiling.backends import stopwatch
+from rotor_profiling.contents import contents_of, unchanged, with_own_containers
 from rotor_profiling.isolate import RandomState, trained_parameters
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import wait_for
@@ -118,8 +119,9 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         raise UnsupportedModelError(text, kind="no_gradient")
     refuse_random_state_of_its_own(found[leading:], device)
     # Clone the input, since the first layer may write to it.
-    value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+    value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), with_own_containers(value))
     entered, (leaves, structure) = value, tree_flatten(value)
+    iterators = contents_of([each for each in leaves if isinstance(each, Iterator)], set(), copies=False)
     changed_by: str | None = None
     groups: list[list[Layer]] = []
     # Maps the storage address of each tensor in `value` to the index of the group that made the tensor.
@@ -129,7 +131,8 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         value, wrote, made_nothing = _run(name, module, value, device, sharding)
         if changed_by is None and not isinstance(entered, torch.Tensor) and position >= leading:
             now, form = tree_flatten(entered)
-            changed_by = None if form == structure and all(map(operator.is_, now, leaves)) else name
+            same = form == structure and all(map(operator.is_, now, leaves)) and unchanged(iterators)
+            changed_by = None if same else name
         if position == leading and wrote:
             text = f"use layer {name!r} without inplace=True: it overwrites the input of the chain"
             raise UnsupportedModelError(text, kind="in_place_input", name=name)
@@ -231,10 +234,10 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
     # Clone the input, since a layer may write to it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():
-        modules(value)  # warm-up: in the first run, libraries allocate memory that they keep
+        modules(with_own_containers(value))  # warm-up: in the first run, libraries allocate memory that they keep
         with memory_meter(device) as meter:
-            output = modules(value)
+            output = modules(with_own_containers(value))
         with stopwatch(device) as watch:
-            seconds = seconds_of(lambda: modules(value), watch)
+            seconds = seconds_of(lambda: modules(with_own_containers(value)), watch)
     (phase,) = meter.phases.values()
     return output, PrefixCost(seconds, max(0, phase.rise - storage_bytes(tensors_in(output))))

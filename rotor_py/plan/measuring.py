@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotor_profiling import torch_compat
+from rotor_profiling import tensors_in, torch_compat
 from rotor_profiling.attributes import advanced_generators
 from rotor_profiling.backends import allocate_workspaces, prediction
+from rotor_profiling.contents import LARGEST, Values, advanced, as_it_was, contents_of, write_back, written
 from rotor_profiling.isolate import undoing
 from rotor_profiling.step import give_way
 from rotor_py.distributed.processes import meeting_in_stages
-from rotor_py.errors import record_fields
+from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.execute.tape import single_stage_node
 from rotor_py.measure.fixed_memory import stepped_parameters
 from rotor_py.measure.measurement import Measurement
@@ -29,7 +31,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
-from rotor_py.stage.named_state import named_state_kept
+from rotor_py.stage.named_state import locations_in, locations_of, named_state_kept
 from rotor_py.stage.replayed_routing import streams_kept
 from rotor_py.stage.saved_tensors import hooks_aside
 from rotor_py.units import format_seconds
@@ -86,6 +88,35 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
     )
 
 
+@contextmanager
+def _inputs_watched(core: torch.nn.Module, source: Source, value: Any) -> Iterator[None]:
+    """On exit, restore small tensors in the model's input; raise UnsupportedModelError if anything stays changed."""
+    arguments = value if source.captured else ((value,), {})
+    before = []
+    for name, given in inspect.signature(core.forward).bind(*arguments[0], **arguments[1]).arguments.items():
+        shared = [pair for at in locations_in(given) for pair in contents_of(at.get(), set(), copies=True)]
+        tensors = [each for each in tensors_in(given) if source.captured and not each.is_inference()]
+        copies = [each.detach().clone() if each.nbytes <= LARGEST else None for each in tensors]
+        values = [(each, Values(each._version, copy)) for each, copy in zip(tensors, copies, strict=True)]
+        before.append((name, shared, values))
+    try:
+        yield
+    finally:
+        for name, shared, values in before:
+            write_back([pair for pair in values if not as_it_was(*pair)])
+            lost = any(each.copy is None for each in written(values))
+            if lost or advanced(shared):
+                what = "pass a tensor that nothing writes to" if lost else "pass a list instead of a generator"
+                text = f"{what} in {name!r}: measuring has changed it, and cannot put it back"
+                raise UnsupportedModelError(text, kind="input_changed", name=name)
+            if not source.captured and any(each.copy.nbytes > LARGEST for each in written(shared)):
+                _log.warning(
+                    f"pass a tensor instead of the array in {name!r}: a layer writes to it, and so do recomputations, "
+                    f"as they restore only arrays of at most {LARGEST} bytes",
+                    extra=record_fields("input_changed", name=name),
+                )
+
+
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
     """Cut the model into stages, measure these on `value`, and return the plan, which has no sequence yet."""
     settings, core = model.settings, model.core
@@ -112,7 +143,8 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         freeze_gc(),
         hooks_aside(),  # those of a checkpoint would recompute its region
         streams_kept(core, value),
-        named_state_kept(core),
+        named_state_kept([*locations_of(core), *locations_in(value)]),
+        _inputs_watched(core, source, value),
         torch.enable_grad(),
         telling(settings, model.name) as progress,
     ):

@@ -63,8 +63,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rotor_profiling import UnknownOptimizerError, tensors_in, torch_compat
+from rotor_profiling.contents import with_own_containers
 from rotor_profiling.isolate import set_meanwhile, undoing
-from rotor_profiling.value_tree import with_own_containers
 from rotor_py.compile.stage_code import Compile, config_of
 from rotor_py.errors import (
     InvalidValueError,

@@ -10,8 +10,8 @@
 #  2. Restored state of the stage: random streams, buffers that forwards change, training modes, attributes and what is
 #     inside of them (`contents.py`), tables of submodules, parameters, buffers and hooks (`Seen`), and which parameters
 #     required gradients. The tables include parameters that `functional_call` had substituted. The same holds for what
-#     the stage's code, its methods and the functions that they name refer to, except what has got tensors in the run:
-#     this is written again, with a warning.
+#     the stage's code, its methods and the functions that they name refer to, and for objects in the stage's input,
+#     except what has got tensors in the run: this is written again, with a warning.
 #  3. Compared state, of which there is no copy: versions of parameters, other buffers and the stage's input; addresses
 #     of parameters; the class of a module, and its `forward`. A difference raises `StageChangedError` before the stage
 #     is recomputed, as autograd raises for changed saved tensors. Later plans store this stage.
@@ -19,7 +19,8 @@
 #  5. These writes are not detected: to a file, through `.data` to a part of a parameter, to large arrays that no run
 #     has changed, and to what only a tuple, a subclass of a container, a weak reference, a cache of functools, a method
 #     of another object, or a library's object leads to. Generators advance again; measuring warns of those in
-#     attributes. If an optimizer steps through `.data` on the CPU, a parameter's first or last bytes show it.
+#     attributes, and refuses those in inputs. If an optimizer steps through `.data` on the CPU, a parameter's first or
+#     last bytes show it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.errors import InvalidStateError, StageChangedError, record_fields
 from rotor_py.stage.first_run import Seen, World
-from rotor_py.stage.named_state import Location, NamedState, locations_of
+from rotor_py.stage.named_state import Location, NamedState, locations_in, locations_of, named_state_kept
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.replayed_routing import (
     Decisions,
@@ -197,9 +197,16 @@ class Surroundings:
 
 @contextmanager
 def recorded(
-    function: Callable[..., Any], devices: tuple[torch.device, ...], random: bool, name: str, left: list[torch.Tensor]
+    function: Callable[..., Any],
+    devices: tuple[torch.device, ...],
+    random: bool,
+    name: str,
+    left: list[torch.Tensor],
+    value: Any,
 ) -> Iterator[list[Surroundings]]:
-    """Yield a list that gets, on exit, the state before the forward in the context; `left` gets what attributes get."""
+    """Yield a list that gets, on exit, the state before the forward in the context, on the input `value`; `left` gets
+    what attributes get.
+    """
     autocast = autocast_now(devices)
     random = random and function not in _drawing_nothing
     before = RandomState.now(devices) if random else None
@@ -208,7 +215,7 @@ def recorded(
     versions = {i: slot[2]._version for i, slot in slots.items()}
     attributes = Attributes(function)
     seen = Seen(function, name) if isinstance(function, nn.Module) else None
-    locations = _locations_of(function, hooked=seen is not None and seen.hooked)
+    locations = [*_locations_of(function, hooked=seen is not None and seen.hooked), *locations_in(value)]
     named = NamedState(locations, tensors=False) if locations else None
     held = [*attributes.values(), *(location.get() for location in locations)]
     world = World.now()
@@ -437,7 +444,7 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
     attached, reproducible = _detached(made), True
     silent = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
     use, norms = StatisticsUse(), _training_batch_norms(function)
-    with isolated(function, device), torch.no_grad():
+    with named_state_kept(locations_in(value)), isolated(function, device), torch.no_grad():
         statistics = storages(buffer for module in norms for buffer in module.buffers(recurse=False))
         try:
             with use if norms else nullcontext():
@@ -448,9 +455,9 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
             return GraphEffects(True, silent, reproducible=False)
     # The stage may contain collectives, so all processes run it equally often, even if outputs differ only in some.
     if differs or several_processes():
-        with _same_run(function, device), decisions_recorded(function) as decided:
+        with _same_run(function, value, device), decisions_recorded(function) as decided:
             twice = [_outputs(function, value)]
-        with _same_run(function, device), decisions_repeated(decided[0]):
+        with _same_run(function, value, device), decisions_repeated(decided[0]):
             twice.append(_outputs(function, value))
         # On other devices, two runs of a kernel may round differently.
         reproducible = _equal(twice[0], twice[1], equal if device.type == "cpu" else _close)
@@ -459,9 +466,10 @@ def find_effects(function: nn.Module, value: Any, made: Any, device: torch.devic
 
 
 @contextmanager
-def _same_run(function: Callable[..., Any], device: torch.device) -> Iterator[None]:
+def _same_run(function: Callable[..., Any], value: Any, device: torch.device) -> Iterator[None]:
     """Context for a run of `function` with a graph. On exit, restores all state, so that a next run can be equal."""
-    with streams_kept(function), isolated(function, device), torch.enable_grad():
+    kept = named_state_kept(locations_in(value))
+    with streams_kept(function, value), kept, isolated(function, device), torch.enable_grad():
         yield
 
 

@@ -30,7 +30,7 @@ from rotor_profiling.contents import (
 )
 from rotor_profiling.isolate import undoing
 from rotor_profiling.stage.stage_signature import HasKind
-from rotor_profiling.value_tree import fields_of
+from rotor_profiling.value_tree import PLAIN, fields_of, tree_flatten
 
 # Maximum number of objects to search. A guess: a large model has some ten thousand. Further objects are not restored.
 _MOST = 100_000
@@ -94,6 +94,14 @@ def locations_of(function: Callable[..., Any]) -> list[Location]:
         if found not in (None, _FIELD) and not isinstance(value, type | ModuleType):
             locations.append(found)
     return locations
+
+
+def locations_in(value: Any) -> list[Location]:
+    """Return a `Location` for each object in an input that runs share: what `with_own_containers` does not copy."""
+    if isinstance(value, torch.Tensor):
+        return []
+    leaves = [each for each in tree_flatten(value)[0] if type(each) not in PLAIN and not isinstance(each, torch.Tensor)]
+    return [Location(partial([each].__getitem__, 0), lambda value: None) for each in leaves]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -264,9 +272,9 @@ def _stays(location: Location, value: Any, contents: Contents) -> bool:
 
 
 @contextmanager
-def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """When the context exits, restore the globals and the like (`Location`) of `function` to their former values."""
-    before = NamedState(locations_of(function), copies=True)
+def named_state_kept(locations: Sequence[Location]) -> Iterator[None]:
+    """When the context exits, restore the globals and the like at `locations` to their former values."""
+    before = NamedState(locations, copies=True)
     with undoing() as undo:
         undo.append(before.put_back)
         before.lend()

@@ -16,11 +16,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotor_profiling import leaves_of
 from rotor_profiling.attributes import leaves_tensors, leaving
+from rotor_profiling.contents import with_own_containers
 from rotor_profiling.isolate import accelerators_of, alias, parameter_slots, substituted
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import tensors_in, wait_for
-from rotor_profiling.value_tree import tree_map_only, with_own_containers
+from rotor_profiling.value_tree import tree_map_only
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
 from rotor_py.stage.compressing_hooks import Keeping, owned_tensors
@@ -214,7 +215,7 @@ class StageRunner:
         graph, found = torch.is_grad_enabled(), list[torch.Tensor]()
         shows = left is not None and leaves_tensors(self.function)  # only a graph shows which of these need a gradient
         way = self._way if graph or self._offers.ways_are_code else None
-        around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, found)
+        around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, found, value)
         with self._in_forward, around as states, torch.set_grad_enabled(graph or shows):
             output = self._run(way, value, context) if graph or shows else self._run_without_graph(value, context)
         if graph:
@@ -250,7 +251,7 @@ class StageRunner:
         maybe no other code waits for those of a recomputed output, and PyTorch holds their memory until a wait.
         """
         run = self._run_of(way, skip_output) if way is not None or skip_output else self.function
-        # Copy dicts and lists in the input, which the stage may change: other runs of the stage get the same ones.
+        # Copy dicts, lists and iterators in the input, which the stage may change: other runs get the same ones.
         value = with_own_containers(value)
         output = run((*value, *context) if context else value)
         wait_for(output)
@@ -280,7 +281,7 @@ class StageRunner:
 
     def attach_first(self, value: Any, context: Context, left: list[Any]) -> tuple[AttachedStage, Any, Surroundings]:
         """Run the stage for the first time, with a graph of its own; return the graph, output and recorded state."""
-        around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, left)
+        around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, left, value)
         run = partial(self._run, self._way)
         attached, output, states = self._attach(self._in_forward, around, run, value, context)
         leaving.update([self.function] if left else [])

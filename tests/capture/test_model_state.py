@@ -23,6 +23,7 @@ from tests.fields import logged
 from tests.plan.test_step_plans import plans_counted
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+see = torch._dynamo.disable(lambda seen: seen.add(len(seen)))
 
 
 class Moving(Stack):
@@ -239,8 +240,9 @@ class Branching(Stack):
         super().__init__(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.calls, self.spread = [0], nn.Buffer(torch.zeros(WIDTH))
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, seen: set[int]) -> torch.Tensor:
         self.calls.append(len(self.calls))
+        see(seen)
         hidden = nn.functional.dropout(self.layers[0](value * random.random()), np.random.rand())
         self.spread.data.copy_(hidden.detach().std(0))
         return super().forward(hidden) if bool(value[0, 0] > 0) else self.layers[1](hidden)
@@ -249,7 +251,7 @@ class Branching(Stack):
 class BranchingBySize(Branching):
     """No graph break comes before."""
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: torch.Tensor, seen: set[int]) -> torch.Tensor:
         hidden = value * random.uniform(0, 1)
         return Stack.forward(self, hidden) if len(value) > 12 else self.layers[1](hidden)
 
@@ -264,9 +266,10 @@ def test_a_forward_that_comes_to_another_graph_does_nothing_twice(make: Any, unp
     for network, own in ((planned, model), (plain, plain)):
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(1)
-        losses = [network(batch).square().mean() for batch in batches]
+        seen = set[int]()
+        losses = [network(batch, seen).square().mean() for batch in batches]
         torch.stack(losses).sum().backward()
-        found.append([*losses, random.random(), np.random.rand(), torch.rand(()), own.calls])
+        found.append([*losses, random.random(), np.random.rand(), torch.rand(()), own.calls, seen])
     assert found[0] == found[1]
     assert_same_gradients(model, plain)
     assert len(logged(caplog, "unplanned_graph")) == unplanned

@@ -2,13 +2,15 @@
 
 import logging
 import weakref
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -211,6 +213,61 @@ def test_a_dict_that_layers_change_is_planned_for_and_told_of_where_a_copy_is_ch
 class Last(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return batch["x"]
+
+
+ADDING = torch._dynamo.disable(lambda state: float(state.add_(1)[0]))
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "object": (lambda: SimpleNamespace(n=0), lambda state: setattr(state, "n", state.n + 1) or state.n),
+    "array": (lambda: np.zeros(1), lambda state: float(np.add(state, 1, out=state)[0])),
+    "large array": (lambda: np.zeros(1024), lambda state: float(np.add(state, 1, out=state)[0])),
+    "counter": (Counter, lambda state: state.update("a") or state["a"]),
+    "iterator": (lambda: [2, 3, 4, 5], next),
+    "tensor": (lambda: torch.zeros(1), ADDING),
+    "large tensor": (lambda: torch.zeros(2048), ADDING),
+    "generator": (lambda: (2 for _ in range(9)), next),
+    "generator inside": (lambda: map(float, (2 for _ in range(9))), next),
+}
+
+
+class Dividing(Captured):
+    def __init__(self, change: Callable[[Any], float], chain: bool) -> None:
+        super().__init__()
+        self.change, self.chain = change, chain
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        made = self.blocks(batch["x"]) / self.change(batch["state"])
+        return {**batch, "x": made} if self.chain else made
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"), [each for each in product(STATES, (True, False)) if "tensor" not in each[0] or not each[1]]
+)
+def test_what_a_forward_changes_in_its_input_changes_once_a_step(name: str, chain: bool, caplog) -> None:
+    make, change = STATES[name]
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Dividing(change, True) for _ in range(3)), Last()) if chain else Dividing(change, False)
+
+    def given(state: Any) -> dict[str, Any]:
+        return {"x": torch.ones(256, 32), "state": iter(state) if isinstance(state, list) else state}
+
+    plain, planned = network(), Checkpointable(network(), mem_limit="1GB", fresh_grads=True)
+    states = [make(), make()]
+    if "generator" in name or name == "large tensor":
+        with raises(UnsupportedModelError, "input_changed"):
+            planned(given(states[1]))
+        return
+    for _ in range(2):  # the first step measures, and the second one recomputes
+        for model, state in zip((plain, planned), states, strict=True):
+            train(model, given(state))
+        assert same_gradients(planned, plain)
+        if logged(caplog, "input_changed", name="input"):
+            assert name == "large array"
+            return
+        planned.compute_sequence(between(planned, 0.1))
+    assert not planned.inspection_values.unrepeatable
+    assert repr(states[0]) == repr(states[1])
 
 
 def test_nested_tensors_are_refused() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rotor_profiling.contents import with_own_containers
 from rotor_profiling.isolate import undoing
 from rotor_profiling.storage import detached, layout_of, local, tensors_in, wait_for
 from rotor_profiling.torch_compat import is_dtensor
@@ -29,7 +30,8 @@ _Maker = Callable[[], torch.Tensor]
 
 def leaves_of(value: Any) -> Any:
     """Return `value` with every tensor replaced by a leaf over the same memory, with the same `requires_grad`."""
-    return tree_map_only(torch.Tensor, lambda tensor: detached(tensor).requires_grad_(tensor.requires_grad), value)
+    own = with_own_containers(value)
+    return tree_map_only(torch.Tensor, lambda tensor: detached(tensor).requires_grad_(tensor.requires_grad), own)
 
 
 def gradients_at(value: Any) -> list[torch.Tensor]:
