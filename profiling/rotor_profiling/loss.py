@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.backends import memory_meter, stopwatch
-from rotor_profiling.isolate import RandomState, undoing
+from rotor_profiling.isolate import RandomState, set_meanwhile, undoing
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.timing import seconds_of
@@ -46,8 +46,11 @@ def measure_loss(
     _refuse_other_arguments(loss)
     with undoing() as undo, torch.enable_grad():
         undo.append(RandomState.now((device,)).restore)
-        _check(loss(leaves_of(output)))  # also a warm-up, in which libraries allocate memory that they keep
-        with memory_meter(device) as meter:
+        value = loss(leaves_of(output))  # also a warm-up, in which libraries allocate memory that they keep
+        _check(value)
+        trained = [(each, _without_user(each)) for each in _leaves_behind(value)]
+        del value
+        with set_meanwhile(*trained), memory_meter(device) as meter:
             leaf = leaves_of(output)
             meter.mark("loss")
             value = loss(leaf)
@@ -65,7 +68,7 @@ def measure_loss(
             loss(leaf).backward()
             wait_for(gradients_at(leaf))
 
-        with stopwatch(device) as watch:
+        with set_meanwhile(*trained), stopwatch(device) as watch:
             seconds = seconds_of(run, watch)
     phase, start = meter.phases["loss"], meter.phases["start of a backward"]
     # The gradient of the output is in memory with the loss, but the solver counts it separately, as δ_L.
@@ -74,6 +77,23 @@ def measure_loss(
         temp_bytes=max(0, phase.rise - output_bytes),
         kept_bytes=max(0, phase.kept - output_bytes) + start.kept,
     )
+
+
+def _leaves_behind(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves that the backward of `value` reaches, such as parameters of the model in a penalty."""
+    pending, seen = [value.grad_fn], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return [leaf for node in seen if (leaf := getattr(node, "variable", None)) is not None]
+
+
+def _without_user(leaf: torch.Tensor) -> dict[str, Any]:
+    """Return attributes with which backwards of `leaf` neither change the user's gradient nor call the user's hooks."""
+    gradient = None if leaf.grad is None else torch.zeros_like(leaf.grad)
+    return {"grad": gradient, "_backward_hooks": None, "_post_accumulate_grad_hooks": None}
 
 
 def _refuse_other_arguments(loss: Callable[..., Any]) -> None:

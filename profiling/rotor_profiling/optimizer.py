@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from rotor_profiling.backends import prediction
 from rotor_profiling.followed_storages import LiveBytes
-from rotor_profiling.isolate import set_meanwhile, undoing
+from rotor_profiling.isolate import RandomState, set_meanwhile, undoing
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset_fake_temporarily
@@ -69,7 +71,9 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
     kind = "cuda" if "cuda" in devices else "cpu"
     if (predicted := prediction()) is not None:
         kind = predicted.kind
-    with _without_gradients(groups):
+    with _without_gradients(groups), undoing() as undo:
+        undo.append(RandomState.now(tuple({each.device for group in groups for each in group["params"]})).restore)
+        undo += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
         try:
             state, step = _on_meta(optimizer, groups, kind)
         except Exception:  # user code may raise anything, and a step on zeros may work

@@ -3,12 +3,14 @@
 import copy
 import gc
 import itertools
+import random
 import sys
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -250,6 +252,54 @@ def test_an_interrupt_at_any_line_of_the_search_for_an_optimizers_memory_leaves_
         assert all(each.grad is mine for each, mine in zip(model.parameters(), gradients, strict=True)), at
         if left:
             break
+
+
+class Langevin(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn(parameter.shape), alpha=random.random() * np.random.rand())
+
+
+class Critic(nn.Module):
+    """A loss with parameters, statistics, a list and a stream of its own, and a penalty on the model's parameters."""
+
+    def __init__(self, trained: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.norm, self.layer, self.free = nn.BatchNorm1d(64), nn.Linear(64, 1), nn.Parameter(torch.ones(1))
+        self.penalty = lambda: sum(each.square().sum() for each in trained)
+        self.seen, self.stream = list[float](), torch.Generator().manual_seed(1)
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(1, generator=self.stream)
+        loss = (self.layer(self.norm(output)) * self.free * noise).square().mean() + 0.01 * self.penalty()
+        self.seen.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("module", [True, False], ids=["module", "function"])
+def test_measuring_a_loss_and_an_optimizer_changes_nothing_that_they_reach(module: bool) -> None:
+    found = []
+    for planned in (False, True):
+        model, heard = network(), []
+        critic = Critic(list(model.parameters()))
+        loss = critic if module else lambda output, critic=critic: critic(output)
+        trained = [*model.parameters(), *critic.parameters()]
+        for each in trained:
+            each.register_hook(lambda gradient, heard=heard: heard.append(gradient.sum().item()))
+        optimizer = Langevin(trained, lr=0.1)
+        called = (
+            Checkpointable(model, mem_limit="1GB", loss=loss, optimizer=optimizer, cache=False) if planned else model
+        )
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(1)
+        for _ in range(2):
+            loss(called(batch())).backward()
+            optimizer.step()
+        state = [*(each.grad for each in trained), *trained, *critic.buffers()]
+        found.append([critic.seen, heard, random.random(), np.random.rand(), *(each.tolist() for each in state)])
+    assert found[0] == found[1]
 
 
 class Flow(nn.Module):
