@@ -31,7 +31,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
-from rotor_py.stage.named_state import locations_in, locations_of, named_objects, named_state_kept
+from rotor_py.stage.named_state import locations_at, locations_in, locations_of, named_objects, named_state_kept
 from rotor_py.stage.replayed_routing import streams_kept
 from rotor_py.stage.saved_tensors import hooks_aside
 from rotor_py.units import format_seconds
@@ -121,7 +121,8 @@ def _inputs_watched(core: torch.nn.Module, source: Source, value: Any) -> Iterat
 def _loss_kept(loss: Callable[..., Any], core: torch.nn.Module) -> Iterator[None]:
     """On exit, restore what the code of `loss` names, and the state of modules in it, except those of the model."""
     named, own = [loss, *named_objects(loss)], set(core.modules())
-    with streams_kept(loss), named_state_kept(locations_of(loss)), ExitStack() as stack:
+    kept = named_state_kept([*locations_of(loss), *locations_at(named)])
+    with streams_kept(loss), kept, ExitStack() as stack:
         for module in named:
             if isinstance(module, torch.nn.Module) and module not in own:
                 stack.enter_context(buffers_kept(module))

@@ -30,6 +30,7 @@ from rotor_py.distributed.sharding import at_rest
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import is_chain, layers, opened
 from rotor_py.stage.first_run import hooks_on_all_modules
+from rotor_py.stage.replayed_routing import streams_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,10 @@ def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
     if isinstance(sample, ForwardArguments):  # checked before tuples, since it is one
         return sample
     if isinstance(sample, DataLoader):
-        with torch.random.fork_rng(devices=[]):  # the loader draws a seed for its workers
+        # The loader draws a seed for its workers, its sampler an order, and its dataset what it likes.
+        dataset: Any = sample.dataset
+        generators = [sample.generator, getattr(sample.sampler, "generator", None)]
+        with torch.random.fork_rng(devices=[]), streams_kept(dataset, generators):
             batch = next(iter(sample), None)
         if batch is None:
             text = "the sample is a DataLoader without a batch; its dataset is empty"

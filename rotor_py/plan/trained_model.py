@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost, together
 from rotor_profiling.backends import prediction
 from rotor_profiling.isolate import accelerators
-from rotor_profiling.optimizer import step_bytes_without
+from rotor_profiling.optimizer import plain_step, step_bytes_without
 from rotor_profiling.torch_compat import tree_leaves
 from rotor_py.distributed.processes import alone_in_a_prediction, around, communication_bytes, gather_objects, processes
 from rotor_py.distributed.sharding import at_rest, is_sharded, keeps_gradients
@@ -34,6 +34,8 @@ from rotor_py.offload.offload_saved import Tier
 from rotor_py.offload.open_tier import link_of, opened
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
 from rotor_py.plan.step_spec import ModelState, TensorSpec
+from rotor_py.stage.named_state import locations_of, named_state_kept
+from rotor_py.stage.replayed_routing import streams_kept
 from rotor_solver import InfeasibleError, Sequence
 
 late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
@@ -44,9 +46,15 @@ other models, if its cost is unknown, or if an outer optimizer's cost includes i
 All keys are weak, so that the tables do not keep a model or an optimizer alive.
 """
 
-
 # Maps each `core` to its number of planned forwards and backwards, of all its planners together.
 _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def cost_of(optimizer: torch.optim.Optimizer) -> OptimizerCost:
+    """Return `optimizer_cost`. Restores what the code of the step names, such as a counter in its class."""
+    step = plain_step(type(optimizer))
+    with streams_kept(step), named_state_kept(locations_of(step)):
+        return optimizer_cost(optimizer)
 
 
 class TrainedModel:
@@ -143,7 +151,7 @@ class TrainedModel:
         if given is None:
             costs = [cost for cost in late_optimizers.get(self, {}).values() if cost is not None]
             return together(costs) if costs else None
-        cost, stepped = optimizer_cost(given), self.stepped()
+        cost, stepped = cost_of(given), self.stepped()
         return replace(cost, step_bytes=step_bytes_without(given, set(stepped.scratch))) if stepped else cost
 
     def limit_bytes(self, device: torch.device) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -50,10 +50,15 @@ class Location(NamedTuple):
         return cls(lambda: namespace.get(name, MISSING), partial(namespace.__setitem__, name))
 
     @classmethod
-    def of(cls, function: FunctionType) -> Location:
-        """Return a location whose value is a function, of which only attributes and default arguments may change."""
-        known = ref(function)
-        return cls(lambda: known() or MISSING, lambda value: None)
+    def of(cls, value: Any) -> Location:
+        """Return a location whose value is always this object, of which only the contents may change."""
+        known = ref(value)
+
+        def read() -> Any:
+            found = known()
+            return MISSING if found is None else found
+
+        return cls(read, lambda value: None)
 
     @classmethod
     def in_class(cls, owner: type, name: str) -> Location:
@@ -98,15 +103,25 @@ def locations_of(function: Callable[..., Any]) -> list[Location]:
 
 def locations_in(value: Any) -> list[Location]:
     """Return a `Location` for each object in an input that runs share: what `with_own_containers` does not copy."""
-    if isinstance(value, torch.Tensor):
-        return []
-    leaves = [each for each in tree_flatten(value)[0] if type(each) not in PLAIN and not isinstance(each, torch.Tensor)]
-    return [Location(partial([each].__getitem__, 0), lambda value: None) for each in leaves]
+    return [] if isinstance(value, torch.Tensor) else locations_at(tree_flatten(value)[0])
+
+
+def locations_at(objects: Iterable[Any]) -> list[Location]:
+    """Return a `Location`, which keeps it alive, for each object except tensors, modules and plain values."""
+    others = [each for each in objects if type(each) not in PLAIN and not isinstance(each, torch.Tensor | nn.Module)]
+    return [Location(partial([each].__getitem__, 0), lambda value: None) for each in others]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
     """Describe the value of each `Location` of `function`, in texts that equal values have in every process."""
     return tuple(_described(value) for value, location in _walk(function) if location is not None)
+
+
+def _held(value: Any) -> Location | None:
+    """Return the location of a user's object to which a hook, a method or a partial function is bound."""
+    with suppress(TypeError):  # of an object with slots, there may be no weak reference
+        return Location.of(value) if is_object(type(value)) else None
+    return None
 
 
 def _described(value: Any) -> str:
@@ -146,7 +161,7 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
             if name not in TABLES:
                 yield each, None  # without a location: `rotor_profiling.attributes` restores it
             elif isinstance(each, dict):
-                yield from ((inner, None) for inner in each.values() if not isinstance(inner, torch.Tensor))
+                yield from ((inner, _held(inner)) for inner in each.values() if not isinstance(inner, torch.Tensor))
         yield from ((each, None) for each in _methods(type(value)))
         yield from _values_of_class(type(value))
     elif isinstance(value, FunctionType):
@@ -158,9 +173,9 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
                     yield held, location
             yield from ((each, None) for each in value.__defaults__ or ())
     elif isinstance(value, MethodType):
-        yield from ((value.__self__, None), (value.__func__, None))
+        yield from ((value.__self__, _held(value.__self__)), (value.__func__, None))
     elif isinstance(value, partial):
-        yield from ((each, None) for each in (value.func, *value.args, *value.keywords.values()))
+        yield from ((each, _held(each)) for each in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, type):
         yield from _values_of_class(value)
     elif (type(value) is tuple or kind_of(type(value)) == "container") and len(value) <= _LONGEST:

@@ -255,9 +255,12 @@ def test_an_interrupt_at_any_line_of_the_search_for_an_optimizers_memory_leaves_
 
 
 class Langevin(torch.optim.SGD):
+    steps = 0
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step(closure)
+        Langevin.steps += 1
         for parameter in self.param_groups[0]["params"]:
             parameter.add_(torch.randn(parameter.shape), alpha=random.random() * np.random.rand())
 
@@ -278,13 +281,27 @@ class Critic(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("module", [True, False], ids=["module", "function"])
-def test_measuring_a_loss_and_an_optimizer_changes_nothing_that_they_reach(module: bool) -> None:
+class Counting:
+    """Counts its calls: a hook, or a loss."""
+
+    def __init__(self, loss: Any = None) -> None:
+        self.loss, self.calls = loss, 0
+
+    def __call__(self, *given: Any) -> Any:
+        self.calls += 1
+        return None if self.loss is None else self.loss(*given)
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "object"])
+def test_measuring_a_loss_and_an_optimizer_changes_nothing_that_they_reach(kind: str) -> None:
     found = []
     for planned in (False, True):
         model, heard = network(), []
         critic = Critic(list(model.parameters()))
-        loss = critic if module else lambda output, critic=critic: critic(output)
+        of_function = lambda output, critic=critic: critic(output)  # noqa: E731  # its default is restored
+        loss = {"module": critic, "function": of_function, "object": Counting(critic)}[kind]
+        Langevin.steps, hook = 0, Counting()
+        model[1].register_forward_hook(hook)
         trained = [*model.parameters(), *critic.parameters()]
         for each in trained:
             each.register_hook(lambda gradient, heard=heard: heard.append(gradient.sum().item()))
@@ -298,7 +315,8 @@ def test_measuring_a_loss_and_an_optimizer_changes_nothing_that_they_reach(modul
             loss(called(batch())).backward()
             optimizer.step()
         state = [*(each.grad for each in trained), *trained, *critic.buffers()]
-        found.append([critic.seen, heard, random.random(), np.random.rand(), *(each.tolist() for each in state)])
+        calls = hook.calls, getattr(loss, "calls", 0), Langevin.steps
+        found.append([calls, critic.seen, heard, random.random(), np.random.rand(), *(each.tolist() for each in state)])
     assert found[0] == found[1]
 
 

@@ -12,14 +12,14 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rotor_profiling import UnknownOptimizerError, optimizer_cost
+from rotor_profiling import UnknownOptimizerError
 from rotor_profiling.optimizer import with_inner
 from rotor_profiling.storage import dense_parts, has_values
 from rotor_py.errors import fields_of, record_fields
 from rotor_py.plan.observers.watched_steps import WatchedSteps
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_plans import StepPlans
-from rotor_py.plan.trained_model import TrainedModel, late_optimizers
+from rotor_py.plan.trained_model import TrainedModel, cost_of, late_optimizers
 from rotor_py.units import exact_bytes
 from rotor_solver import InfeasibleError
 
@@ -100,7 +100,7 @@ def _detect(optimizer: torch.optim.Optimizer) -> None:
         if not _trained_by(optimizer, plans.model):
             continue
         try:
-            cost = optimizer_cost(optimizer)
+            cost = cost_of(optimizer)
         except UnknownOptimizerError as error:
             _log.warning("%s", error, extra=fields_of(error))
         else:
