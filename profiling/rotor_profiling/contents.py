@@ -24,7 +24,7 @@ from torch import nn
 
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import tensors_in
-from rotor_profiling.value_tree import PLAIN, fields_of, tree_flatten, tree_unflatten
+from rotor_profiling.value_tree import PLAIN, fields_of, is_plain, tree_flatten, tree_unflatten
 
 TABLES = frozenset(vars(nn.Module())) - {"training"}  # attributes of a module that are restored elsewhere
 MISSING = object()
@@ -259,7 +259,7 @@ def _fill(value: Any, content: Any, kind: str) -> None:
 
 def with_own_containers(value: Any) -> Any:
     """Return `value` with the same tensors in new containers, objects and iterators, which a run may change."""
-    if isinstance(value, torch.Tensor) or (type(value) is tuple and PLAIN.issuperset(map(type, value))):
+    if is_plain(value):
         return value
     leaves, structure = tree_flatten(value)
     return tree_unflatten([_own(leaf) if kind_of(type(leaf)) == "iterator" else leaf for leaf in leaves], structure)

@@ -17,7 +17,7 @@ import torch
 
 from rotor_profiling.backends import prediction
 from rotor_profiling.followed_storages import LiveBytes
-from rotor_profiling.isolate import RandomState, set_meanwhile, undoing
+from rotor_profiling.isolate import RandomState, accelerators, set_meanwhile, undoing
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset_fake_temporarily
@@ -72,7 +72,8 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
     if (predicted := prediction()) is not None:
         kind = predicted.kind
     with _without_gradients(groups), undoing() as undo:
-        undo.append(RandomState.now(tuple({each.device for group in groups for each in group["params"]})).restore)
+        present = accelerators(each.device for group in groups for each in group["params"] if has_values(each))
+        undo.append(RandomState.now(present).restore)
         undo += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
         try:
             state, step = _on_meta(optimizer, groups, kind)

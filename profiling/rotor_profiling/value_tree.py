@@ -58,6 +58,11 @@ def fields_of(value: Any) -> dict[str, Any]:
     return found
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor, or a tuple of tensors and of values that nothing can change, as most inputs are."""
+    return isinstance(value, torch.Tensor) or (type(value) is tuple and PLAIN.issuperset(map(type, value)))
+
+
 def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:
     """Return the leaves and the structure of a value. Opens objects that have leaves of class `of`, or `every` one."""
     if type(value) is tuple and PLAIN.issuperset(map(type, value)):  # a captured stage's value

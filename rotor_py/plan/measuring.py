@@ -99,13 +99,17 @@ def _inputs_watched(core: torch.nn.Module, source: Source, value: Any) -> Iterat
         copies = [each.detach().clone() if each.nbytes <= LARGEST else None for each in tensors]
         values = [(each, Values(each._version, copy)) for each, copy in zip(tensors, copies, strict=True)]
         before.append((name, shared, values))
+    interrupted = False
     try:
         yield
+    except BaseException as error:
+        interrupted = not isinstance(error, Exception)  # other errors may come from what is used up
+        raise
     finally:
         for name, shared, values in before:
             write_back([pair for pair in values if not as_it_was(*pair)])
             lost = any(each.copy is None for each in written(values))
-            if lost or advanced(shared):
+            if (lost or advanced(shared)) and not interrupted:
                 what = "pass a tensor that nothing writes to" if lost else "pass a list instead of a generator"
                 text = f"{what} in {name!r}: measuring has changed it, and cannot put it back"
                 raise UnsupportedModelError(text, kind="input_changed", name=name)

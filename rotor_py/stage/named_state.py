@@ -30,7 +30,7 @@ from rotor_profiling.contents import (
 )
 from rotor_profiling.isolate import undoing
 from rotor_profiling.stage.stage_signature import HasKind
-from rotor_profiling.value_tree import PLAIN, fields_of, tree_flatten
+from rotor_profiling.value_tree import PLAIN, fields_of, is_plain, tree_flatten
 
 # Maximum number of objects to search. A guess: a large model has some ten thousand. Further objects are not restored.
 _MOST = 100_000
@@ -103,7 +103,7 @@ def locations_of(function: Callable[..., Any]) -> list[Location]:
 
 def locations_in(value: Any) -> list[Location]:
     """Return a `Location` for each object in an input that runs share: what `with_own_containers` does not copy."""
-    return [] if isinstance(value, torch.Tensor) else locations_at(tree_flatten(value)[0])
+    return [] if is_plain(value) else locations_at(tree_flatten(value)[0])
 
 
 def locations_at(objects: Iterable[Any]) -> list[Location]:

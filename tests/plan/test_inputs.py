@@ -270,6 +270,15 @@ def test_what_a_forward_changes_in_its_input_changes_once_a_step(name: str, chai
     assert repr(states[0]) == repr(states[1])
 
 
+def test_ctrl_c_while_measuring_ends_training_though_a_generator_is_used_up() -> None:
+    def change(state: Any) -> float:
+        next(state)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Checkpointable(Dividing(change, False))({"x": torch.ones(256, 32), "state": (each for each in (1.0, 2.0))})
+
+
 def test_nested_tensors_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.ones(3, 32), torch.ones(5, 32)], layout=torch.jagged)
     planned = Checkpointable(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), mem_limit="1GB")
