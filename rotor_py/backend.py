@@ -99,7 +99,8 @@ class GraphPlanner:
             make_room_for_forwards(plan, model)
         assert plan.cut is not None
         sequence = self._forwards.sequence_beside(flying, plan, model)
-        how = Following(sequence, self.settings.preserve_rng_state, plan.measurement, self.settings.keepers)
+        settings, costs = self.settings, plan.budget.chain
+        how = Following(sequence, settings.preserve_rng_state, plan.measurement, settings.keepers, chain=costs)
         made = self._executor.execute_graph(how, plan.cut, value)
         self._forwards.forward_returned(plan, sequence, model, made)
         return graph.leave(made, values)

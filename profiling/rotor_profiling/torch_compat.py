@@ -165,19 +165,40 @@ _FP32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "c
 
 
 class KernelSetting(NamedTuple):
-    """Functions that read and set one setting that holds for the whole process."""
+    """One setting that holds for the whole process, with functions that read it and set it."""
 
-    get: Callable[[], Any]
-    set: Callable[[Any], object]
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+    def get(self) -> Any:
+        try:
+            return self.read()
+        except RuntimeError:  # raised by older settings once the user has set a precision by the newer functions
+            return None
+
+    def set(self, value: Any) -> None:
+        if value is not None:
+            self.write(value)
 
 
-def kernel_settings() -> list[KernelSetting]:
-    """Return the settings by which operators choose kernels and precision, as far as this torch release has them."""
+def settings_now() -> tuple[Any, ...]:
+    """Return the values of all `SETTINGS`. Fast, since each node of each forward calls it."""
+    try:
+        return tuple([each.read() for each in SETTINGS])
+    except RuntimeError:
+        return tuple([each.get() for each in SETTINGS])
+
+
+def _kernel_settings() -> list[KernelSetting]:
     found = [
         KernelSetting(torch.get_default_dtype, torch.set_default_dtype),
         KernelSetting(torch.get_num_threads, torch.set_num_threads),
         KernelSetting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        *(_c_setting(get, put) for get, put in _C_SETTINGS if hasattr(torch._C, get)),
+        *(
+            KernelSetting(*(getattr(torch._C, each) for each in pair))
+            for pair in _C_SETTINGS
+            if hasattr(torch._C, pair[0])
+        ),
     ]
     if hasattr(torch._C, "_get_fp32_precision_getter"):  # last: setting one of the older settings changes these
         get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
@@ -185,16 +206,7 @@ def kernel_settings() -> list[KernelSetting]:
     return found
 
 
-def _c_setting(get: str, put: str) -> KernelSetting:
-    read, write = getattr(torch._C, get), getattr(torch._C, put)
-
-    def known() -> Any:
-        try:
-            return read()
-        except RuntimeError:  # raised by older settings once the user has set a precision by the newer functions
-            return None
-
-    return KernelSetting(known, lambda value: None if value is None else write(value))
+SETTINGS = _kernel_settings()  # by which operators choose kernels and precision, as far as this torch release has them
 
 
 # Checks for classes of modules that take long to import. A module that is not imported yet has no instances.

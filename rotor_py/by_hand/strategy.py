@@ -11,7 +11,7 @@ from torch import nn
 from rotor_py.by_hand.levels import assign_levels, checked_level
 from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
-from rotor_py.measure.cut import JOINT
+from rotor_py.stage.protocol import JOINT
 from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Algorithm, Chain, InfeasibleError, Periodic, Sequence, StoreAll, simulate
 from rotor_solver.segments import fastest_forwards, recompute_segments

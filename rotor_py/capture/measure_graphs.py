@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import rotor_profiling
 from rotor_profiling import (
     RandomState,
     buffers_kept,
@@ -49,8 +50,9 @@ from rotor_py.units import format_bytes
 
 # Tensors that autograd saves outside captured graphs cannot be planned, as code between graphs is not recomputed.
 
-# Folders of torch and rotor_py. Errors name the innermost line of the stack that is in neither: the user's line.
-_LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
+# Folders of torch and of this project. Errors name the innermost line of the stack that is in none: the user's line.
+_FILES = torch.__file__, rotor_profiling.__file__, str(Path(__file__).parent)
+_LIBRARIES = [Path(file).resolve().parent for file in _FILES]
 _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 

@@ -39,6 +39,8 @@
 #     gets its input in a list, which it empties: tensors in other arguments would exist until it returns.
 # 17. A node that returns a tensor of its input returns a copy, so that gradients add up in plain training's order. If
 #     the caller gets this copy, its gradient lacks what stages add that read the tensor. So a hook refuses to show it.
+# 18. Captured stages that are always recomputed together are one node, if that takes no more memory: see
+#     `joined_stages.py`. The tape then gets their joined runner, and a sequence with one operation in place of theirs.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ class StageNode(torch.autograd.Function):
         if torch.is_grad_enabled():
             name = ctx.tape.runners[ctx.stage].name
             nodes = ctx.tape.passes.nodes.items()
-            ctx.tape._changed |= {ctx.tape.runners[stage].name for stage, node in nodes if goes_through(node)}
+            ctx.tape._note_changed(stage for stage, node in nodes if goes_through(node))
             remedy = f"{ctx.tape.why_a_node}, or train this loss without Checkpointable"
             text = f"create_graph=True cannot go through stage {name!r}, {remedy}"
             raise InvalidStateError(text, kind="create_graph", stage=ctx.stage, name=name)
@@ -276,7 +278,7 @@ class Tape:
         ends_here = part is not None and node is not None and not goes_through_any(n for n, _ in node.next_functions)
         if hooked or ends_here:
             names = [self.runners[stage].name for stage in stages]
-            self._changed.update(names)
+            self._note_changed(stages)
             text = (
                 f"run the step once more to see this output's gradient: it passes stage {names[0]!r}, {self.why_a_node}"
             )
@@ -407,7 +409,7 @@ class Tape:
                 self._keep(held, stage + 1, output)
             self._refuse_overwritten(stage, value, before)
         except InvalidStateError:
-            self._changed.add(self.runners[stage].name)
+            self._note_changed([stage])
             raise
         held.inputs.drop_all_but(step.live)
 
@@ -425,6 +427,9 @@ class Tape:
         # Ignore measurements of a stage that skips layers at random: its outputs lack gradients only in some steps.
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]
+
+    def _note_changed(self, stages: Iterable[int]) -> None:
+        self._changed.update(name for stage in stages for name in self.runners[stage].names)
 
     def _runner(self, step: Step) -> StageRunner:
         assert isinstance(step.operation, ForwardEnable)

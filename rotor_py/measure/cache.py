@@ -125,7 +125,7 @@ def environment(device: torch.device) -> tuple[Hashable, ...]:
         platform.python_version(),
         code_digest(Path(__file__).parents[1], Path(timing.__file__).parent),
         torch.cuda.get_device_name(device) if cuda else _processor(),
-        tuple(repr(each.get()) for each in torch_compat.kernel_settings()),
+        tuple(map(repr, torch_compat.settings_now())),
         torch.backends.mkldnn.is_available(),
         tuple(
             os.environ.get(name)

@@ -28,15 +28,13 @@ from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.error_context import During
 from rotor_py.stage.first_run import hooks_on_all_modules
-from rotor_py.stage.protocol import is_called_plainly
+from rotor_py.stage.protocol import JOINT, is_called_plainly
 from rotor_py.stage.replayed_routing import streams_kept, streams_of
 
 _log = logging.getLogger("rotor_py")
 Layer = tuple[str, nn.Module]
 """A layer's dotted path in the model, and its module."""
 _NOTHING: Sharding = MappingProxyType({})
-JOINT = "+"
-"""Separator of the layers' names in the name of a stage of several layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,6 +339,6 @@ class Planner:
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or settings.offload is None else self.model.tier
         stages = settings.preserve_rng_state, plan.measurement, settings.keepers
-        how = Following(sequence, *stages, smaller, tier, plan.changed, goes_on)
+        how = Following(sequence, *stages, smaller, tier, plan.changed, plan.budget.chain, goes_on)
         with undoing(), nullcontext() if smaller is None else smaller.explaining_other_errors():
             return plan.source.run(plan.cut, value, how)

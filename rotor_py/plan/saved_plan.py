@@ -22,9 +22,10 @@ from rotor_py.compile.stage_code import WAYS, Config
 from rotor_py.errors import InvalidValueError, PlanMismatchError, kind_of, record_fields, shortened
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.measure.budget import Budget
-from rotor_py.measure.cut import JOINT, Cut, Layer, joined
+from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Carried, Measurement
 from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_effects
+from rotor_py.stage.protocol import JOINT
 from rotor_solver import Chain, Sequence
 from rotor_solver.chain import LARGEST_SIZE
 from rotor_solver.in_flight import ORDERS

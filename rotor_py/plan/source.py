@@ -26,6 +26,7 @@ from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype, 
 from rotor_py.errors import InvalidStateError, record_fields
 from rotor_py.execute import regions
 from rotor_py.execute.instructions import Instructions, Runners, read_sequence
+from rotor_py.execute.joined_stages import joined_where_possible
 from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
 from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import Cut, Layer, cut, is_chain, layers
@@ -34,11 +35,12 @@ from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measu
 from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.step_spec import TensorSpec, describe, reaches, spec_of, specs_agree
+from rotor_py.stage.error_context import watchers
 from rotor_py.stage.first_run import counters_aside
 from rotor_py.stage.forward_state import made_dropped
 from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import Sequence
+from rotor_solver import Chain, Sequence
 
 if TYPE_CHECKING:
     from rotor_py.capture.captured_layer import CapturedLayer
@@ -63,6 +65,7 @@ class Following:
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
     changed: set[str] | None = None
+    chain: Chain | None = None  # the stages' costs; None to join no stages
     goes_on: bool = False  # whether to run a captured graph other than the planned one without a plan; else raise
 
 
@@ -84,12 +87,17 @@ class SequenceExecutor:
     ) -> Any:
         """Run `stages` on `value` so that their backward follows `how.sequence`. `make` returns their runners."""
         # Compare objects by identity: comparing thousands of operations would take longer than a small stage takes.
-        key = how.sequence, stages, how.measurement, how.preserve_rng_state
+        costs = None if how.smaller or how.sequence.moves or watchers else how.chain  # None: each stage by itself
+        key = how.sequence, stages, how.measurement, how.preserve_rng_state, costs
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
-            instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(), is_sharded(self._model)
-            # With sharding, pass runners without storage options: `regions.run` sets the options of stored stages.
-            read = key, instructions, whole if sharded else whole.by(instructions.options), sharded
+            instructions, runners, sharded = read_sequence(len(stages), how.sequence), make(), is_sharded(self._model)
+            if not sharded:  # with sharding, `regions.run` sets the options of stored stages
+                runners = runners.by(instructions.options)
+                if costs is not None:
+                    runners, sequence = joined_where_possible(runners, how.sequence, costs)
+                    instructions = read_sequence(len(runners), sequence)
+            read = key, instructions, runners, sharded
             self._read = [*self._read[1 - _MOST_READ :], read]
         _, instructions, runners, sharded = read
         with operators():

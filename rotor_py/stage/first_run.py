@@ -40,21 +40,21 @@ from torch import nn
 from rotor_profiling.attributes import modules_of
 from rotor_profiling.isolate import Undoing, undoing
 from rotor_profiling.torch_compat import (
+    SETTINGS,
     dispatch_mode_stack,
     function_mode_stack,
-    kernel_settings,
     module_hooks,
     pop_dispatch_mode,
     pop_function_mode,
     push_dispatch_mode,
     push_function_mode,
+    settings_now,
 )
 from rotor_py.errors import StageChangedError
 
 T = TypeVar("T")
 Table = dict[str, Any]
 
-_SETTINGS = kernel_settings()
 _GLOBAL_HOOKS: list[dict[int, Any]] = [
     table for name, table in vars(module_hooks).items() if name.startswith("_global_") and isinstance(table, dict)
 ]
@@ -104,7 +104,7 @@ class World:
     def now(cls) -> World:
         return cls(
             _users_variables(),
-            tuple([each.get() for each in _SETTINGS]),
+            settings_now(),
             function_mode_stack(),
             dispatch_mode_stack(),
             [dict(table) for table in _GLOBAL_HOOKS] if any(_GLOBAL_HOOKS) else [],
@@ -112,8 +112,8 @@ class World:
 
     def enter(self, undo: Undoing) -> None:
         """Restore the recorded state, except context variables (see `run`), until `undo` runs."""
-        if tuple([each.get() for each in _SETTINGS]) != self.settings:
-            for each, before in zip(_SETTINGS, self.settings, strict=True):
+        if settings_now() != self.settings:
+            for each, before in zip(SETTINGS, self.settings, strict=True):
                 if (now := each.get()) != before:  # setting an older option may have set this one, too
                     undo.append(partial(each.set, now))
                     each.set(before)

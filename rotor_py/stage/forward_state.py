@@ -434,6 +434,25 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
     _remembered[function] = effects
 
 
+def remember_joined(joined: nn.Module, parts: Sequence[Callable[..., Any]]) -> None:
+    """Have `joined`, which runs the modules `parts` one after another, take over what measuring has found of them."""
+    found = [recall_effects(part) for part in parts]
+    remember_effects(
+        joined,
+        GraphEffects(
+            any(each.graph_dependent for each in found),
+            found[-1].without_gradient,
+            all(each.reproducible for each in found),
+            any(each.reads_statistics for each in found),
+        ),
+    )
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    if all(part in _moving or not own_buffers(part) for part in modules):  # otherwise, its first run copies all buffers
+        moving = {id(tensor) for part in modules for tensor in moving_buffers(part)}
+        slots = enumerate(buffer_slots(joined))
+        remember_moving(joined, frozenset(i for i, (_, _, tensor) in slots if id(tensor) in moving))
+
+
 def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
     """Run a stage on `value` without a graph, compare its output with `made`, that of a run with a graph.
 

@@ -22,6 +22,8 @@ Run = Callable[[Any], Any]  # runs a stage: maps its input to its output
 # function that maps a stage's index to its name, for errors. Returns the last output, without values that stages share.
 RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
 
+JOINT = "+"  # separates the stages' names in the name of several stages that run as one
+
 Wrap = Callable[[nn.Module], nn.Module]  # maps a piece of a stage to the module to run in its place
 
 
@@ -89,6 +91,7 @@ class _Joined(StageOffers):
             self.needs_gradient = self._parts[0].needs_gradient
             self.shared, self.last = self._parts[0].shared, self._parts[-1].last
         self.wiring = tuple(part.wiring for part in self._parts)
+        self.may_draw = any(part.may_draw for part in self._parts)
         self.saves_through_hooks = all(part.saves_through_hooks for part in self._parts)
 
     @property

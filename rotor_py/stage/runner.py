@@ -26,8 +26,8 @@ from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
 from rotor_py.stage.compressing_hooks import Keeping, owned_tensors
 from rotor_py.stage.error_context import During, tell_of_backward
-from rotor_py.stage.forward_state import Surroundings, left_in, recall_effects, recorded
-from rotor_py.stage.protocol import Keeper, StageOffers, both, offers_of, parted
+from rotor_py.stage.forward_state import Surroundings, left_in, recall_effects, recorded, remember_joined
+from rotor_py.stage.protocol import JOINT, Keeper, StageOffers, both, offers_of, parted
 from rotor_py.stage.skipped_output import forward_skipping_output
 
 Edges = list[GradientEdge | None]  # for each tensor, its edge into the graph; None if it requires no gradient
@@ -150,6 +150,7 @@ class StageRunner:
         self.hands_on = hands_on
         self.function = function
         self.name = name
+        self.names: tuple[str, ...] = (name,)  # of the stages that it runs
         self.preserve_rng_state = preserve_rng_state
         self._in_forward, self._in_recomputation = During("forward", name), During("recomputation", name)
         self.open = open or not isinstance(function, nn.Module)
@@ -318,6 +319,27 @@ class StageRunner:
 
     def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:
         return accelerators_of((value, context), self.function)
+
+
+class JoinedRunner(StageRunner):
+    """Runs consecutive stages as one, each in the storage mode of its own runner: one node of autograd's graph, and one
+    recorded state, in place of one for each.
+    """
+
+    def __init__(self, members: Sequence[StageRunner]) -> None:
+        functions: list[Any] = [member.function for member in members]
+        joined = nn.Sequential(*functions)  # only holds them: global hooks are not called for it
+        remember_joined(joined, functions)
+        name = JOINT.join(member.name for member in members)
+        super().__init__(joined, name, members[0].preserve_rng_state, hands_on=members[-1].hands_on)
+        self.names = tuple(member.name for member in members)
+        self._members, self._way = members, ""
+
+    def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
+        for member in self._members:
+            own = None if way is None else member._way
+            value = member._run(own, value, context, skip_output and member is self._members[-1])
+        return value
 
 
 def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from rotor_profiling.torch_compat import TorchDispatchMode, kernel_settings, module_hooks, parametrize
+from rotor_profiling.torch_compat import SETTINGS, TorchDispatchMode, module_hooks, parametrize
 from rotor_py import Checkpointable
 from rotor_py.errors import StageChangedError
 from rotor_py.measure.budget import recomputes
@@ -403,7 +403,7 @@ def test_a_hook_that_needs_a_gradient_sees_the_one_of_plain_training(name: str) 
 
 
 def test_every_setting_that_chooses_kernels_can_be_set_to_what_it_is() -> None:
-    for each in kernel_settings():
+    for each in SETTINGS:
         before = each.get()
         each.set(before)
         assert each.get() == before

@@ -128,12 +128,11 @@ def with_inference_as_no_grad(graph: fx.Graph) -> None:
 # Operators that set how kernels compute, such as `torch.set_default_dtype`, must not move, and no stage may begin after
 # one. So all operators from the first of them to the one that sets the former values again become one node.
 
-_SETTINGS = torch_compat.kernel_settings()
 _SETTERS = {"set_default_dtype", "set_float32_matmul_precision", "_set_deterministic_algorithms", "_sdpa_kernel"}
 
 
 def with_whole_settings(graph: fx.Graph) -> None:
-    before = [each.get() for each in _SETTINGS]
+    before = torch_compat.settings_now()
     region: list[fx.Node] = []
     changed = False
     try:
@@ -143,7 +142,7 @@ def with_whole_settings(graph: fx.Graph) -> None:
                 function: Any = node.target
                 # Arguments that are nodes are names of kernels.
                 function(*fx.node.map_arg(node.args, lambda each: cast(Any, each.target)(*each.args)), **node.kwargs)
-                changed = before != [each.get() for each in _SETTINGS]
+                changed = before != torch_compat.settings_now()
                 if changed and not was:
                     region = node.all_input_nodes
             if changed or was:
@@ -154,8 +153,8 @@ def with_whole_settings(graph: fx.Graph) -> None:
         _set_all(before)
 
 
-def _set_all(values: list[Any]) -> None:
-    for each, value in zip(_SETTINGS, values, strict=True):
+def _set_all(values: Iterable[Any]) -> None:
+    for each, value in zip(torch_compat.SETTINGS, values, strict=True):
         each.set(value)
 
 
@@ -229,7 +228,7 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
         sets = not _SETTERS.isdisjoint(map(name_of, region))
 
         def transformed(*values: Any) -> Any:
-            level, settings = torch_compat.maybe_current_level(), [each.get() for each in _SETTINGS] if sets else None
+            level, settings = torch_compat.maybe_current_level(), torch_compat.settings_now() if sets else None
             with hooks_aside() if without_hooks else nullcontext():
                 try:
                     return type(module).forward(module, *values)
