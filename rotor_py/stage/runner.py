@@ -204,7 +204,7 @@ class StageRunner:
         """Run the stage in the caller's graph. With `skip_output`, the output is allocated but not computed."""
         with self._in_forward:
             way = self._way if torch.is_grad_enabled() or self._offers.ways_are_code else None
-            output = self._run(way, value, context, skip_output)
+            output = self.run_in_mode(way, value, context, skip_output)
         tell_of_backward(output, self.name)
         return output
 
@@ -218,7 +218,9 @@ class StageRunner:
         way = self._way if graph or self._offers.ways_are_code else None
         around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, found, value)
         with self._in_forward, around as states, torch.set_grad_enabled(graph or shows):
-            output = self._run(way, value, context) if graph or shows else self._run_without_graph(value, context)
+            output = (
+                self.run_in_mode(way, value, context) if graph or shows else self._run_without_graph(value, context)
+            )
         if graph:
             tell_of_backward(output, self.name)
         elif left is not None and (found or shows):
@@ -227,7 +229,7 @@ class StageRunner:
                 leaving.add(self.function)
                 with self._in_recomputation, torch.enable_grad(), states[0].restored(self.function, graph=True):
                     again = left_in(self.function)
-                    states[0].run(self._run, way, value, context)
+                    states[0].run(self.run_in_mode, way, value, context)
                     trained = list(map(_trains, again()))
             left += compress(found, trained)
             output = _cut_off(output, found, value)
@@ -243,11 +245,11 @@ class StageRunner:
         way = self._way if self._offers.ways_are_code else None
         if recall_effects(self.function).graph_dependent:
             with torch.enable_grad():
-                output = self._run(way, leaves_of(value), context)
+                output = self.run_in_mode(way, leaves_of(value), context)
             return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        return self._run(way, value, context)
+        return self.run_in_mode(way, value, context)
 
-    def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
+    def run_in_mode(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
         """Run the stage in the storage mode `way`; None stores all saved tensors. Wait for collectives of the output:
         maybe no other code waits for those of a recomputed output, and PyTorch holds their memory until a wait.
         """
@@ -276,14 +278,14 @@ class StageRunner:
         """
         restored = surroundings.restored(self.function, graph=True)
         trained = None if surroundings.seen is None else surroundings.seen.trained
-        run = partial(surroundings.run, self._run, self._way)
+        run = partial(surroundings.run, self.run_in_mode, self._way)
         attached, output, _ = self._attach(self._in_recomputation, restored, run, value, context, skip_output, trained)
         return attached, output
 
     def attach_first(self, value: Any, context: Context, left: list[Any]) -> tuple[AttachedStage, Any, Surroundings]:
         """Run the stage for the first time, with a graph of its own; return the graph, output and recorded state."""
         around = recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name, left, value)
-        run = partial(self._run, self._way)
+        run = partial(self.run_in_mode, self._way)
         attached, output, states = self._attach(self._in_forward, around, run, value, context)
         leaving.update([self.function] if left else [])
         left[:] = filter(_trains, left)
@@ -335,10 +337,10 @@ class JoinedRunner(StageRunner):
         self.names = tuple(member.name for member in members)
         self._members, self._way = members, ""
 
-    def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
+    def run_in_mode(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
         for member in self._members:
             own = None if way is None else member._way
-            value = member._run(own, value, context, skip_output and member is self._members[-1])
+            value = member.run_in_mode(own, value, context, skip_output and member is self._members[-1])
         return value
 
 
