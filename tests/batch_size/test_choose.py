@@ -15,7 +15,7 @@ from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.estimation.device_table import find_device
 from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all
-from tests.checkpointable.steps import Residual
+from tests.checkpointable.steps import Made, Residual
 from tests.fields import raises
 
 
@@ -30,12 +30,8 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(6 * 64, 10))
 
 
-class Masked(nn.Module):
+class Masked(Made):
     """Attention under a mask of the batch's shape: TorchDynamo captures it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
 
     def forward(self, x: torch.Tensor, *, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         mask = torch.ones(len(x), 12, 12, dtype=torch.bool).tril()
@@ -43,6 +39,10 @@ class Masked(nn.Module):
             q, k, v = layer(x).chunk(3, dim=-1)
             x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return {"loss": nn.functional.mse_loss(x, labels)}
+
+
+def masked() -> nn.Module:
+    return Masked(layers=nn.ModuleList(nn.Linear(16, 48) for _ in range(2)))
 
 
 def sequences(batch: int) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def needs(model: nn.Module, sample_of: Callable[[int], Any], batch: int, **optio
 
 
 @pytest.mark.parametrize(
-    ("make", "sample_of"), [(convolutions, images), pytest.param(Masked, sequences, marks=pytest.mark.slow)]
+    ("make", "sample_of"), [(convolutions, images), pytest.param(masked, sequences, marks=pytest.mark.slow)]
 )
 def test_the_largest_is_what_measuring_every_batch_finds(make, sample_of):
     model = make()

@@ -1,8 +1,9 @@
 """Training steps with a plan and without one, compared."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from rotor_profiling import has_loss, measured_peak, tensors_in
 from rotor_py import Checkpointable, store_all
-from rotor_solver import Backward, ForwardCheck, ForwardEnable, Sequence
+from rotor_solver import Backward, ForwardCheck, ForwardEnable, Operation, Sequence
 from tests.checkpointable.steps import between, planned_at, square
 
 Loss = Callable[[Any], torch.Tensor]
@@ -114,6 +115,12 @@ def assert_same_step(planned, plain, *batch, loss: Loss = square, around=None, s
         value.backward()  # as people do: outside
     assert all(map(torch.equal, *map(tensors_in, outputs)))
     assert_same_gradients(planned, plain)
+
+
+def with_options(sequence: Iterable[Operation], option: Callable[[int], int]) -> Sequence:
+    """The sequence, with every stage that it stores stored by the option that there is for its number."""
+    by = lambda each: replace(each, option=option(each.stage)) if isinstance(each, ForwardEnable) else each  # noqa: E731
+    return Sequence(map(by, sequence))
 
 
 def in_part(planned: Checkpointable, again: int = 0) -> Sequence:

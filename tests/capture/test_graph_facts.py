@@ -30,7 +30,7 @@ from rotor_py.stage.error_context import watched
 from rotor_py.stage.partial_storage import PartialSaving
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
-from tests.capture.steps import assert_same_step, compare
+from tests.capture.steps import assert_same_step, assert_trains_inside, compare, planned_and_plain
 from tests.checkpointable.steps import Tower as Skips
 from tests.checkpointable.steps import between, square, step_peak
 from tests.fields import raises
@@ -81,16 +81,12 @@ def planned_tower(**options: Any) -> tuple[Checkpointable, nn.Module, dict[str, 
     torch.manual_seed(0)
     model = Tower()
     inputs = {"ids": torch.randint(20, (16, 40))}
-    planned = Checkpointable(model, loss=tower_loss, fresh_grads=True, **options)
-    planned.measure(inputs)
+    planned = Checkpointable(model, inputs, loss=tower_loss, fresh_grads=True, **options)
     return planned, copy.deepcopy(model), inputs
 
 
 def test_modes_random_numbers_buffers_and_in_place_operators_are_as_in_plain_training() -> None:
-    planned, plain, inputs = planned_tower(optimizer=None)
-    for share in (0.0, 0.3):
-        planned.compute_sequence(between(planned, share))
-        compare(planned, plain, inputs, tower_loss)
+    assert_trains_inside(Tower(), {"ids": torch.randint(20, (16, 40))}, tower_loss, shares=(0.0, 0.3))
 
 
 def test_stages_are_named_after_modules_share_what_has_no_gradient_and_return_the_models_output() -> None:
@@ -151,13 +147,11 @@ def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(
 def test_a_model_of_which_less_than_a_fifth_is_not_captured_is_planned_inside_the_limit() -> None:
     wide = Partly(12, 0)  # returns a larger tensor than its graph
     wide.outside.append(nn.Linear(32, 128))
-    for plain in (Partly(12, 2), wide):
+    for model in (Partly(12, 2), wide):
         batch = torch.randn(512, 32)
-        planned = Checkpointable(copy.deepcopy(plain), loss=square, fresh_grads=True)
-        planned.measure(batch)
-        limit = planned.budget.least_bytes()
-        planned.compute_sequence(limit)
+        planned, plain = planned_and_plain(model, batch)
         assert_same_step(planned, plain, batch)
+        limit = planned.mem_limit
         assert step_peak(planned, batch, fresh_grads=True) <= limit < step_peak(plain, batch, fresh_grads=True)
 
 
@@ -188,8 +182,7 @@ class Mixed(nn.Module):
 
 def test_stages_that_are_stored_run_as_one_as_in_plain_training_with_tensors_put_in_place_of_parameters(monkeypatch):
     model, inputs = Mixed(), {"x": torch.randn(64, 3, 24), "scale": torch.rand(64, 3, 24)}
-    planned, plain = Checkpointable(model, loss=square, fresh_grads=True), copy.deepcopy(model)
-    planned.measure(inputs)
+    planned, plain = planned_and_plain(model, inputs)
     called, run = list[str](), StageRunner.forward  # the stages that are run one by one in the graph around them
     monkeypatch.setattr(StageRunner, "forward", lambda self, *given: called.append(self.name) or run(self, *given))
     # The optimizer comes with the first step: a limit without room for it would be planned for anew.
@@ -259,8 +252,7 @@ class Letting(nn.Linear):
 def test_what_goes_into_a_run_is_freed_as_soon_as_it_was_used() -> None:
     torch.compiler.allow_in_graph(note)
     torch.compiler.allow_in_graph(look)
-    network = Checkpointable(Letting(8, 8), fresh_grads=True, loss=square)
-    network.measure(torch.randn(4, 8))
+    network = Checkpointable(Letting(8, 8), torch.randn(4, 8), fresh_grads=True, loss=square)
     assert len(network.names) == 4
     # The first stage is run again, so that the run of the others begins with what it has returned.
     network.sequence = Sequence.parse("CF_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, Fe_0, B_0")
@@ -285,12 +277,10 @@ def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:
     assert not spec(np.ones(3)).identical(spec(np.ones(3)))  # their elements would be compared
 
 
-class Logging(nn.Module):
+class Logging(Skips):
     """Layers that each leave a number: a logged mean, or an auxiliary loss."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layers, self.kind = nn.ModuleList(nn.Linear(32, 32) for _ in range(6)), kind
+    kind = "none"
 
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         found = []
@@ -307,10 +297,10 @@ def test_a_number_of_each_layer_forbids_no_cut() -> None:
 
     batch, least = {"value": torch.randn(512, 32)}, {}
     for each in ("none", "logged", "loss"):
-        planned, plain = Checkpointable(Logging(each), batch, loss=loss, fresh_grads=True), Logging(each)
-        plain.load_state_dict(planned.state_dict())
-        least[each] = planned.budget.least_bytes()
-        planned.compute_sequence(least[each])
+        model = Logging(32, 6)
+        model.kind = each
+        planned, plain = planned_and_plain(model, batch, loss)
+        least[each] = planned.mem_limit
         compare(planned, plain, batch, loss)
     assert max(least["logged"], least["loss"]) <= 1.2 * least["none"]
 
@@ -325,10 +315,8 @@ class Reshaping(Skips):
 
 def test_stages_compute_sizes_again_from_those_of_the_input_instead_of_handing_on_each() -> None:
     batch = {"value": torch.randn(32, 16, 32)}
-    planned, plain = Checkpointable(Reshaping(32, 6), batch, loss=square, fresh_grads=True), Reshaping(32, 6)
-    plain.load_state_dict(planned.state_dict())
+    planned, plain = planned_and_plain(Reshaping(32, 6), batch)
     assert max(stage.shared for stage in planned.functions) <= 4, "not a shape of each layer"
-    planned.compute_sequence(planned.budget.least_bytes())
     for shape in ((32, 16, 32), (7, 9, 32)):
         compare(planned, plain, {"value": torch.randn(shape)}, square)
 
@@ -470,11 +458,7 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
     assert find_saved_parts(fx.GraphModule({}, graph), 0, SymbolValues()) == {}
 
 
-def part_of(nbytes: int, price: int) -> PricedCut:
-    return PricedCut(nbytes, price)
-
-
-POINTS = st.lists(st.builds(part_of, st.integers(1, 99), st.integers(1, 99)), max_size=9)
+POINTS = st.lists(st.builds(PricedCut, st.integers(1, 99), st.integers(1, 99)), max_size=9)
 
 
 def is_corner(part: PricedCut, parts: list[PricedCut]) -> bool:
@@ -489,7 +473,7 @@ def is_corner(part: PricedCut, parts: list[PricedCut]) -> bool:
 
 @given(POINTS)
 def test_all_corners_of_the_hull_are_found(points: list[PricedCut]) -> None:
-    whole, again = part_of(100, 0), part_of(0, 100)
+    whole, again = PricedCut(100, 0), PricedCut(0, 100)
     parts = sorted({whole, again, *points}, key=lambda part: -part.nbytes)
 
     def least(for_bytes: int, for_prices: int) -> PricedCut:
@@ -503,9 +487,9 @@ def test_all_corners_of_the_hull_are_found(points: list[PricedCut]) -> None:
 
 @given(POINTS, st.integers(0, 8), st.integers(1, 40), st.integers(1, 4))
 def test_what_is_left_saves_enough_from_one_to_the_next(points, which: int, least: int, most: int) -> None:
-    inner = sorted({part.nbytes: part for part in [*points, part_of(50, 50)]}.values(), key=lambda part: -part.nbytes)
+    inner = sorted({part.nbytes: part for part in [*points, PricedCut(50, 50)]}.values(), key=lambda part: -part.nbytes)
     stays = inner[which % len(inner)]
-    whole, again = part_of(100, 0), part_of(0, 100)
+    whole, again = PricedCut(100, 0), PricedCut(0, 100)
     left = [whole, *thinned([whole, *inner, again], stays, least, most), again]
     assert len(left) <= most + 2
     assert all(a.nbytes - b.nbytes >= least for a, b in pairwise(left[:-1]))

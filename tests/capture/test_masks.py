@@ -21,12 +21,12 @@ from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.plan.trained_model import TrainedModel
 from tests.capture.steps import assert_same_gradients as assert_same
 from tests.capture.steps import planned_for
+from tests.checkpointable.steps import Made
 from tests.fields import logged, raises
 
 transformers = pytest.importorskip("transformers")
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 Batch = dict[str, torch.Tensor]
 
@@ -36,14 +36,6 @@ def llama(kind: str = "Llama", **settings: Any) -> nn.Module:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = getattr(transformers, f"{kind}Config")(**SIZES, **heads, **settings)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
-
-
-def bart() -> nn.Module:
-    torch.manual_seed(0)
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, **heads)
-    )
 
 
 def words(*, mask: bool = False, padded: bool = False, length: int = 16) -> Batch:
@@ -89,8 +81,7 @@ PACKED = {**words(), "position_ids": torch.arange(16).remainder(8).expand(3, 16)
     ],
 )
 def test_gradients_are_eager_ones_and_a_decoder_without_a_mask_has_the_fast_attention(make, batch, masked) -> None:
-    planned = Checkpointable(model := make(), batch)
-    planned.compute_sequence(planned.budget.least_bytes())
+    planned = planned_for(model := make(), batch, loss=None)
     found = list(attentions(planned))
     assert [node.kwargs["attn_mask"] is not None for node in found] == [masked]
     if not masked:
@@ -116,8 +107,9 @@ def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(c
 
 @pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_masked_each_by_its_own_batch() -> None:
-    model = bart()
-    planned = Checkpointable(model, mem_limit="1GB")
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    config = transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, **heads)
+    planned = Checkpointable(model := transformers.BartForConditionalGeneration(config), mem_limit="1GB")
     half = words(padded=True)["attention_mask"]
     for mask, other in ((half, None), (torch.ones_like(half), half)):
         masks = {"attention_mask": mask, "decoder_attention_mask": other}
@@ -154,14 +146,8 @@ def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: 
         assert all((node.kwargs["attn_mask"] is not None) == (batch is batches[0]) for node in attentions(planned))
 
 
-class Broken(nn.Module):
+class Broken(Made):
     """A model whose graph breaks after the mask was asked about; the second graph keeps most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = llama()
-        self.config = self.model.config
-        self.head = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(50, 50), nn.Tanh(), nn.Tanh())))
 
     def forward(self, use_cache: bool = False, **batch: torch.Tensor) -> Any:
         output = self.model(**batch, use_cache=False)
@@ -173,7 +159,8 @@ class Broken(nn.Module):
 
 @pytest.mark.slow
 def test_where_the_first_graph_asks_and_another_is_planned_plans_wait_as_well(caplog: Any) -> None:
-    model = Broken()
+    head = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(50, 50), nn.Tanh(), nn.Tanh())))
+    model = Broken(model=(inner := llama()), config=inner.config, head=head)
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
     assert not list(attentions(planned))
     for padded in (False, True, True, False):

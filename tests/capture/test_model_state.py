@@ -3,7 +3,6 @@
 import copy
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,11 @@ from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.capture import captured_forward, tracing
 from rotor_solver import store_all
 from tests.capture.steps import assert_same_gradients, assert_same_step, planned_and_plain, planned_for
-from tests.checkpointable.steps import CPU, Stack, Tower, between, said_in, step_peak
+from tests.checkpointable.steps import CPU, Made, Stack, Tower, between, said_in, step_peak
 from tests.execute.test_bit_for_bit import WIDTH, Block, Noisy, Scaled
 from tests.fields import logged
 from tests.plan.test_step_plans import plans_counted
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 see = torch._dynamo.disable(lambda seen: seen.add(len(seen)))
 
 
@@ -143,23 +141,9 @@ class Observed(Block):
         return super().forward(value) - self.largest
 
 
-def test_a_buffer_that_the_first_forward_resizes_is_that_of_plain_training() -> None:
-    model = Stack(Observed(), Observed())
-    planned, plain = planned_and_plain(model, torch.randn(16, WIDTH), cache=False, watch=False)
-    for _ in range(3):
-        assert_same_step(planned, plain, torch.randn(16, WIDTH))
-
-
 class Weighed(Block):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return super().forward(value * torch.from_numpy(np.random.uniform(size=WIDTH)).to(value))
-
-
-def test_arrays_that_numpy_draws_are_those_of_plain_training_and_layers_traced_alike_keep_their_parameters() -> None:
-    """Graphs of layers with a number that was drawn are made while training, since each has another one in it."""
-    model, value = Stack(Weighed(), Scaled(), Scaled()), torch.randn(16, WIDTH)
-    planned, plain = planned_and_plain(model, value, cache=False, watch=False)
-    assert_same_step(planned, plain, value, seed=np.random.seed)
 
 
 class Jittered(Stack):
@@ -171,12 +155,20 @@ class Jittered(Stack):
         return super().forward(value * torch.full((), self.stream.random()))
 
 
-def test_a_model_s_own_stream_of_python_draws_the_next_number_in_every_step() -> None:
-    """TorchDynamo would put the trace's number into the graph."""
-    value = torch.randn(16, WIDTH)
-    planned, plain = planned_and_plain(Jittered(), value, cache=False, watch=False)
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "a buffer that the first forward resizes": lambda: Stack(Observed(), Observed()),
+    # Graphs of layers with a number that was drawn are made while training, since each has another one in it.
+    "arrays that numpy draws, and layers traced alike": lambda: Stack(Weighed(), Scaled(), Scaled()),
+    # TorchDynamo would put the trace's number into the graph.
+    "a stream of the model's own": Jittered,
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_differs_from_step_to_step_is_that_of_plain_training(what: str) -> None:
+    planned, plain = planned_and_plain(ODD[what](), torch.randn(16, WIDTH), cache=False, watch=False)
     for _ in range(3):
-        assert_same_step(planned, plain, value)
+        assert_same_step(planned, plain, torch.randn(16, WIDTH), seed=np.random.seed)
 
 
 class Counter(nn.Module):
@@ -194,17 +186,14 @@ class Counter(nn.Module):
 
 
 class Counting(Stack):
-    def __init__(self) -> None:
-        super().__init__(Counter(), Counter())
-        self.steps = 0
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         return super().forward(value)
 
 
 def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Counting(), torch.randn(128, WIDTH)
+    model, x = Counting(Counter(), Counter()), torch.randn(128, WIDTH)
+    model.steps = 0
     planned, plain = planned_and_plain(model, x, share=0.5)
     for step in range(6):
         if step == 3:
@@ -218,14 +207,8 @@ def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(caplog: p
     assert planned.sequence != store_all(planned.budget.chain)  # something was recomputed
 
 
-class Averaging(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.insert(0, nn.BatchNorm1d(WIDTH))
-
-
 def test_batch_norms_that_come_to_average_over_all_batches_train_as_in_plain_training() -> None:
-    model, x = Stack(Averaging(), Averaging()), torch.randn(16, WIDTH)
+    model, x = Stack(*(nn.Sequential(nn.BatchNorm1d(WIDTH), Block()) for _ in range(2))), torch.randn(16, WIDTH)
     planned, plain = planned_and_plain(model, x, watch=False)
     for momentum in (0.1, 0.1, None, None, 0.1):
         for block in (*plain.layers, *model.layers):
@@ -287,16 +270,6 @@ def test_cached_parametrizations_have_their_gradients_in_the_step_that_is_measur
 
 
 F = nn.functional
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """One entry for every graph that is captured; nothing is known from other tests."""
-    made: list[object] = []
-    backend = captured_forward._backend
-    monkeypatch.setattr(captured_forward, "_backend", lambda *given: made.append(0) or backend(*given))
-    monkeypatch.setattr(captured_forward, "_compiled", OrderedDict())
-    return made
 
 
 class Attending(nn.Module):
@@ -368,12 +341,8 @@ def test_other_shapes_follow_the_plan_uncaptured_but_for_one_and_larger_ones_are
     assert planned.inspection_values.stages[0].saved_bytes == fresh.inspection_values.stages[0].saved_bytes
 
 
-class Halves(nn.Module):
+class Halves(Made):
     """Its graph breaks, and what goes on has sizes of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = Tower(32, 5), nn.Linear(32, 8)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = self.before(value)
@@ -387,7 +356,7 @@ def rows(count: int, length: int) -> dict[str, Any]:
 
 
 def test_what_follows_a_graph_break_serves_every_shape_too(captured: list[object]) -> None:
-    planned, plain = planned_and_plain(Halves(), rows(16, 12))
+    planned, plain = planned_and_plain(Halves(before=Tower(32, 5), after=nn.Linear(32, 8)), rows(16, 12))
     before = len(captured)
     assert_follows(planned, plain, rows, (16, 9), (7, 12))
     assert len(captured) == before

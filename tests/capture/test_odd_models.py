@@ -19,25 +19,20 @@ from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture.graph.graph_nodes import written_by
 from rotor_py.capture.graph.graph_rewrites import _kind_of, draws_from_own_state
 from rotor_solver import store_all
-from tests.capture.steps import (
-    adamw,
-    assert_same_step,
-    assert_trains_inside,
-    compare,
-    limits,
-    planned_and_plain,
-    planned_for,
-)
-from tests.checkpointable.steps import between, planned_at, square, step_peak, without_collector
+from tests.capture.steps import assert_same_step, assert_trains_inside, limits, planned_and_plain
+from tests.checkpointable.steps import Made, Stack, between, planned_at, square, step_peak, without_collector
 from tests.fields import logged, raises
 
 WIDTH = 32
 
 
-class Layers(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
+
+
+class Layers(Stack):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers or linears(3))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -57,12 +52,6 @@ class Region(nn.Sequential):
 
 def region() -> nn.Module:
     return Region(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
-
-
-class Regions(Layers):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(region() for _ in range(4))
 
 
 class Table(Layers):
@@ -113,14 +102,14 @@ class Added(nn.Module):
 
 def handed_on() -> nn.Module:
     """Scores that are overwritten after a bias has been made (LongT5)."""
-    return nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), BiasAside(1), Added())))
+    return nn.Sequential(*(each for _ in range(4) for each in (*linears(1), BiasAside(*linears(1)), Added())))
 
 
 class Scored(Layers):
     """A vmap in which trained tensors from outside are read, and random numbers drawn."""
 
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__(depth)
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
         self.weight = nn.Parameter(torch.rand(WIDTH))
 
     def step(self, value: torch.Tensor) -> torch.Tensor:
@@ -145,11 +134,8 @@ class BreakingBefore(Layers):
     """A small first graph returns values; the head and the loss have one of their own, which returns large logits."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH)) for _ in range(3)))
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8 * WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH)) for _ in range(3)
-        )
 
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         value = self.first(value)
@@ -165,7 +151,7 @@ class Masked(Layers):
     """Writes after a graph break into what it has made before, as Wav2Vec2 does."""
 
     def __init__(self) -> None:
-        super().__init__(6)
+        super().__init__(*linears(6))
         self.token = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -201,7 +187,7 @@ class Queued(Layers):
     """Writes keys into a queue after a graph break, as MoCo does: that graph returns only its input."""
 
     def __init__(self) -> None:
-        super().__init__(6)
+        super().__init__(*linears(6))
         self.register_buffer("queue", torch.randn(64, WIDTH))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -224,10 +210,6 @@ class Setting(Layers):
         made = (value * scale.clone() + noise.float()).view(-1, 1, 16, WIDTH)
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(made, made.sin(), made, dropout_p=0.1).view_as(value)
-
-
-def test_operators_run_in_the_settings_that_the_model_makes() -> None:
-    assert_trains_inside(Setting(), {"value": torch.randn(16, 16, WIDTH)}, shares=(0.5,))
 
 
 class Squash(torch.autograd.Function):
@@ -313,12 +295,6 @@ class Corrected(nn.Linear):
         return torch.tanh(value @ (self.weight - 0.1 * found))
 
 
-class Corrections(Layers):
-    def __init__(self, *how: str) -> None:
-        super().__init__(0)
-        self.layers = nn.ModuleList(map(Corrected, how))
-
-
 class Viewed(Layers):
     def step(self, value: torch.Tensor) -> torch.Tensor:
         return value.sin().sin().view_as(value)
@@ -340,10 +316,23 @@ class CarriedView(Layers):
         return value, wide.view(-1, 8 * WIDTH)
 
 
+class FrozenEncoder(Layers):
+    """What comes before the trained layers draws random numbers of its own, and has no gradient."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        trained = F.dropout(self.layers[1](value).tanh(), 0.4, self.training)
+        return self.layers[2](trained + self.layers[0](value)[0])
+
+
+def frozen_encoder() -> nn.Module:
+    encoder = nn.GRU(WIDTH, 11, num_layers=2, dropout=0.3).requires_grad_(False)
+    return FrozenEncoder(encoder, nn.Linear(WIDTH, 11), nn.Linear(11, 5))
+
+
 @pytest.mark.parametrize(("how", "error"), [("autograd", UnsupportedModelError), ("failing", RuntimeError)])
 def test_gradients_inside_of_a_forward_that_fail_are_refused_and_leave_hooks_usable(how: str, error: Any) -> None:
     with pytest.raises(error) if how == "failing" else raises(error, "backward_in_forward"):
-        Checkpointable(Corrections(how), {"value": torch.randn(64, WIDTH)}, mem_limit="1GB")
+        Checkpointable(Layers(Corrected(how)), {"value": torch.randn(64, WIDTH)}, mem_limit="1GB")
     checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
 
 
@@ -352,25 +341,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "quiet writes": (Quiet, (64, 16, WIDTH), 0),
     "overwritten input of a stage": (handed_on, (64, 16, WIDTH), 0),
     "vmap with random numbers": (Scored, (512, WIDTH), 0),
+    "settings that the model makes": (Setting, (16, 16, WIDTH), 0),
+    "frozen encoder": (frozen_encoder, (3, 9, WIDTH), 0),
     "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
     "early and late graph": (BreakingBefore, (256, WIDTH), 0),
     "queue after a break": (Queued, (512, WIDTH), 0),
     "overwritten in part": (lambda: InPart(lambda mean: mean[:8]), (512, WIDTH), 0),
     "overwritten after a break": (Masked, (512, WIDTH), 0),
-    "checkpointed regions": (Regions, (512, WIDTH), 0),
+    "checkpointed regions": (lambda: Layers(*(region() for _ in range(4))), (512, WIDTH), 0),
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
     "draws by other names": (Drawing, (256, WIDTH), 0),
     "own function": (Reversing, (256, WIDTH), 0),
-    "gradients by transforms": (lambda: Corrections("grad", "vjp", "grad", "vjp"), (256, WIDTH), 0.97),
+    "gradients by transforms": (lambda: Layers(*map(Corrected, ["grad", "vjp"] * 2)), (256, WIDTH), 0.97),
     "chain with gradients": (lambda: nn.Sequential(*map(Corrected, ["autograd"] * 3), nn.Tanh()), (256, WIDTH), 0),
-    "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
+    "skip connection": (lambda: Skipping(*linears(9)), (256, WIDTH), 0.97),
     "view as output": (Viewed, (16, 16, WIDTH), 0.97),
     "view of a carried tensor": (CarriedView, (16, 16, WIDTH), 0),
 }
 """Model, shape of its input, and the least share of the predicted peak that is measured."""
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # TorchDynamo does, for a moment
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case: str) -> None:
@@ -427,7 +418,7 @@ class Also(Scored):
     """Another function inside of vmap, which is made for the batch."""
 
     def __init__(self, inner: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]) -> None:
-        super().__init__(1)
+        super().__init__(*linears(1))
         self.inner = inner
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -478,7 +469,7 @@ def test_overwritten_tensors_are_found_in_any_notation(write: Callable[[Any], An
 
 class Normalized(Layers):
     def __init__(self, momentum: float | None = 0.1, blocks: int = 3) -> None:
-        super().__init__(blocks)
+        super().__init__(*linears(blocks))
         self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, momentum=momentum) for _ in range(blocks))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -497,8 +488,8 @@ def chain() -> nn.Module:
 
 
 def test_copies_of_statistics_of_equal_stages_are_inside_the_limit() -> None:
-    planned, batch = Checkpointable(Normalized(blocks=8), loss=square), torch.randn(8, WIDTH)
-    planned.measure(batch)
+    batch = torch.randn(8, WIDTH)
+    planned = Checkpointable(Normalized(blocks=8), batch, loss=square)
     for share in (0.1, 0.0):
         planned.compute_sequence(limit := between(planned, share))
         step_peak(planned, batch)
@@ -558,25 +549,12 @@ def test_training_is_that_of_the_model_and_stays_inside_the_limit(options: dict[
 def test_a_state_is_carried_from_batch_to_batch() -> None:
     model = LanguageModel(nn.LSTM(24, 24, batch_first=True))
     state = (torch.zeros(1, 24, 24), torch.zeros(1, 24, 24))
-    plain = copy.deepcopy(model)
-    planned = planned_for(
-        model, {"ids": IDS, "state": state}, lambda output: cross_entropy(output[0]), optimizer=adamw(model)
-    )
-    losses = []
-    for network in (planned, plain):
-        torch.manual_seed(1)
-        optimizer, now, found = adamw(network), state, []
-        for number in range(2):
-            optimizer.zero_grad()
-            logits, now = network(ids=IDS.roll(number, 1), state=now)
-            loss = cross_entropy(logits)
-            loss.backward()
-            optimizer.step()
-            now = tuple(each.detach() for each in now)
-            found.append(loss.detach())
-        losses.append(torch.stack(found))
-    assert torch.equal(*losses)
-    assert all(map(torch.equal, planned.parameters(), plain.parameters()))
+    loss = lambda output: cross_entropy(output[0])  # noqa: E731
+    planned, plain = planned_and_plain(model, {"ids": IDS, "state": state}, loss)
+    for number in range(2):
+        batch = {"ids": IDS.roll(number, 1), "state": state}
+        assert_same_step(planned, plain, **batch, loss=loss)  # the states that follow are equal as well
+        state = tuple(each.detach() for each in plain(**batch)[1])
 
 
 class Remembering(LanguageModel):
@@ -597,31 +575,7 @@ def test_a_state_that_the_model_keeps_is_not_moved_by_measuring() -> None:
         assert_same_step(planned, plain, ids=IDS.roll(number, 1), loss=cross_entropy)
 
 
-class FrozenEncoder(nn.Module):
-    """What comes before the trained layers draws random numbers of its own, and has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.GRU(7, 11, num_layers=2, dropout=0.3).requires_grad_(False)
-        self.first, self.second = nn.Linear(7, 11), nn.Linear(11, 5)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        trained = F.dropout(self.first(value).tanh(), 0.4, self.training)
-        return self.second(trained + self.encoder(value)[0])
-
-
-def test_a_frozen_layer_has_the_numbers_of_plain_training() -> None:
-    model, inputs = FrozenEncoder(), {"value": torch.randn(3, 9, 7)}
-    plain = copy.deepcopy(model)
-    compare(planned_for(model, inputs, optimizer=adamw(model)), plain, inputs, square)
-
-
-class Packing(nn.Module):
-    def __init__(self, inside: bool) -> None:
-        super().__init__()
-        self.inside = inside
-        self.before, self.layer, self.after = nn.Linear(3, 16), nn.GRU(16, 16), nn.Linear(16, 4)
-
+class Packing(Made):
     def forward(self, value: Any) -> torch.Tensor:
         if self.inside:
             packed = pack_padded_sequence(self.before(value), [3, 2, 1])
@@ -630,12 +584,12 @@ class Packing(nn.Module):
         return self.after(self.layer(packed)[0].data)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo, after a break of the graph
 def test_a_packed_sequence_is_refused_in_one_sentence() -> None:
     value: Any = torch.randn(3, 3, 3)
     for inside in (True, False):
         with raises(UnsupportedModelError, "packed_sequence"):
-            Checkpointable(Packing(inside), loss=square).measure({"value": value})
+            model = Packing(before=nn.Linear(3, 16), layer=nn.GRU(16, 16), after=nn.Linear(16, 4), inside=inside)
+            Checkpointable(model, {"value": value}, loss=square)
         value = pack_sequence([torch.randn(length, 3) for length in (3, 2, 1)])
 
 

@@ -7,7 +7,6 @@ import copy
 import gc
 import itertools
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,8 +22,8 @@ from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.graph.selective_recompute import IN_PART
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import ForwardEnable, Sequence
-from tests.capture.steps import adamw, assert_same_step, compare, in_part
+from rotor_solver import ForwardEnable
+from tests.capture.steps import adamw, assert_same_step, assert_trains_inside, compare, in_part, with_options
 from tests.checkpointable.steps import Stack, between, square, without_collector
 from tests.fields import logged, raises
 
@@ -88,8 +87,8 @@ def captured(*layers: nn.Module, rows: int = 64) -> tuple[Checkpointable, torch.
     torch.manual_seed(0)
     batch = torch.randn(2, rows, WIDTH)
     model = Stack(*layers).train()
-    planned = Checkpointable(model, loss=square, optimizer=adamw(model), fresh_grads=True, granularity=len(layers))
-    planned.measure({"x": batch})
+    told = {"loss": square, "optimizer": adamw(model), "fresh_grads": True, "granularity": len(layers)}
+    planned = Checkpointable(model, {"x": batch}, **told)
     assert planned.captured
     return planned, batch
 
@@ -196,22 +195,16 @@ def test_options_of_any_plan_have_the_same_bits_and_the_peak_that_is_predicted()
     assert sum(len(stage.options) >= 2 for stage in chain.stages) >= 2
     assert any("products again" in option.name for stage in chain.stages for option in stage.options)
     for which in (1, 2):  # all that have other options by the last of them, and every second one
-        changed = (
-            replace(each, option=(each.stage % which == 0) * (len(chain.stages[each.stage].options) - 1))
-            if isinstance(each, ForwardEnable)
-            else each
-            for each in solved
-        )
-        planned.sequence = Sequence(tuple(changed))
+        last = [(at % which == 0) * (len(stage.options) - 1) for at, stage in enumerate(chain.stages)]
+        planned.sequence = with_options(solved, last.__getitem__)
         assert any(isinstance(each, ForwardEnable) and each.option for each in planned.sequence)
         predicted = planned.budget.peak_bytes(planned.sequence)
         assert 0.97 * predicted <= compare(planned, plain, {"x": batch}, square) <= predicted
 
 
 def test_a_node_that_is_saved_and_written_over_leaves_no_choice() -> None:
-    planned, batch = captured(nn.Linear(WIDTH, WIDTH), Routed(), nn.Linear(WIDTH, WIDTH))
-    planned.mem_limit = "1GB"
-    compare(planned, copy.deepcopy(planned.model), {"x": batch}, square)
+    model = Stack(nn.Linear(WIDTH, WIDTH), Routed(), nn.Linear(WIDTH, WIDTH))
+    assert_trains_inside(model, {"x": torch.randn(2, 64, WIDTH)}, shares=(0.0, 1.0))
 
 
 def total(output: Any) -> torch.Tensor:
@@ -312,8 +305,7 @@ class Noting(NewGelu):
 def measured(*layers: nn.Module, rows: int = ROWS) -> tuple[Checkpointable, torch.Tensor]:
     torch.manual_seed(0)
     model, batch = nn.Sequential(*layers).train(), torch.randn(rows, WIDTH)
-    planned = Checkpointable(model, loss=square, optimizer=adamw(model), fresh_grads=True)
-    planned.measure(batch)
+    planned = Checkpointable(model, batch, loss=square, optimizer=adamw(model), fresh_grads=True)
     assert not planned.captured
     return planned, batch
 
@@ -375,9 +367,8 @@ def test_a_layer_stored_in_part_has_its_side_effects_and_later_hooks_and_holds_n
 
 def test_autocast_is_that_of_the_forward() -> None:
     model, batch = nn.Sequential(NewGelu(), NewGelu()).train(), torch.randn(ROWS, WIDTH)
-    planned = Checkpointable(copy.deepcopy(model), loss=square, optimizer=adamw(model), fresh_grads=True)
     with torch.autocast("cpu", torch.bfloat16):
-        planned.measure(batch)
+        planned = Checkpointable(copy.deepcopy(model), batch, loss=square, optimizer=adamw(model), fresh_grads=True)
     assert any(names_in_part(planned))
     planned.sequence = in_part(planned, again=1)
     assert_same_step(planned, model, batch, around=torch.autocast("cpu", torch.bfloat16))

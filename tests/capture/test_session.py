@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
 from rotor_py.capture import captured_forward, tracing
-from tests.capture.steps import assert_same_gradients, assert_same_step, compare, everything, limits
+from tests.capture.steps import assert_same_gradients, assert_same_step, compare, everything, limits, planned_for
 from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 from tests.checkpointable.steps import Tower as Skips
 from tests.fields import logged, raises
@@ -153,15 +153,12 @@ def test_models_of_other_kinds_that_share_functions_are_captured_one_after_the_o
     planned(value=value, other=value).sum().backward()
 
 
-def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch: Any) -> None:
-    made: list[object] = []
-    backend = captured_forward._backend
-    monkeypatch.setattr(captured_forward, "_backend", lambda *given: made.append(0) or backend(*given))
+def test_models_built_alike_are_captured_once_and_train_side_by_side(captured: list[object]) -> None:
     models = [Tower(depth=2, width=40) for _ in range(2)]
     plains = [copy.deepcopy(model) for model in models]
     ids = torch.randint(20, (6, 12))
     planned = [Checkpointable(model, {"ids": ids}, loss=tower_loss) for model in models]
-    assert len(made) == 1
+    assert len(captured) == 1
     for each in planned:
         each.compute_sequence(limits(each)[0])
     losses = [[], []]
@@ -184,9 +181,7 @@ class Tempered(Skips):
 
 def test_a_number_given_as_a_tensor_may_change_at_every_step_and_hooks_that_come_and_go_are_seen(caplog: Any) -> None:
     plain, batch = Tempered(64, 4), torch.randn(32, 64)
-    planned = Checkpointable(copy.deepcopy(plain), fresh_grads=True)
-    planned.measure((batch, torch.tensor(1.0)))
-    planned.compute_sequence(planned.budget.least_bytes())
+    planned = planned_for(copy.deepcopy(plain), (batch, torch.tensor(1.0)), loss=None)
     for step in range(4):
         assert_same_step(planned, plain, batch, torch.tensor(1.0 - step / 20))
     assert not logged(caplog, "planning_again")

@@ -44,6 +44,22 @@ class Stack(nn.Module):
         return x
 
 
+class Made(nn.Module):
+    """A module that has what it is given, under these names: layers, parameters, numbers."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Applies(Made):
+    """Hands its input to a function."""
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
 class Tower(nn.Module):
     """Linear layers with skips around them. No chain: TorchDynamo captures it."""
 

@@ -35,8 +35,6 @@ from tests.execute.training import assert_same, steps
 from tests.execute.zoo import moving_buffers
 from tests.fields import logged, raises
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
-
 
 def test_names_state_dict_and_attributes_are_the_models() -> None:
     network = blocks(2, 8)
@@ -112,13 +110,12 @@ def test_measuring_waits_for_its_turn_before_it_sets_the_mode() -> None:
 def test_progress_is_reported_by_stage_and_on_a_terminal_a_bar_is_shown(monkeypatch, capsys) -> None:
     seen: list[tuple[int, int, str]] = []
     monkeypatch.setattr("rotor_py.report.progress.PATIENCE_SECONDS", 0.0)
-    planned = Checkpointable(blocks(2, 8), progress=lambda *state: seen.append(state))
-    planned.measure(images())
+    planned = Checkpointable(blocks(2, 8), images(), progress=lambda *state: seen.append(state))
     count = len(planned.names)
     assert seen[:count] == [(0, count, name) for name in planned.names]  # looked at
     assert seen[count : 2 * count] == [(number, count, name) for number, name in enumerate(planned.names)]
     assert seen[-1] == (count, count, "again, for their times")
-    Checkpointable(blocks(2, 8)).measure(images())
+    Checkpointable(blocks(2, 8), images())
     assert capsys.readouterr().err == ""  # not a terminal
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
@@ -254,12 +251,8 @@ def test_bad_limits_optimizers_and_models_that_cannot_be_cut_are_refused_in_word
         with raises(TypeError, "not_an_optimizer", name="optimizer"):
             Checkpointable(blocks(1, 4), optimizer=optimizer)
 
-    class Hand(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    with raises(UnsupportedModelError, "no_graph", name="Hand"):
-        Checkpointable(Hand(), mem_limit="1GB")(torch.randn(2, requires_grad=True))
+    with raises(UnsupportedModelError, "no_graph", name="Identity"):
+        Checkpointable(nn.Identity(), mem_limit="1GB")(torch.randn(2, requires_grad=True))
     whole, scripted = Checkpointable(blocks(1, 4)), torch.jit.script(nn.ReLU())
     for part, kind in ((whole, "wrapped_twice"), (scripted, "scripted")):
         for model, name in ((part, "model"), (nn.Sequential(nn.ReLU(), nn.Sequential(part)), "1.0")):
@@ -331,8 +324,7 @@ def test_tensors_without_gradient_stay_so_where_stages_are_recomputed() -> None:
 
 def test_moving_buffers_are_right_where_forwards_come_before_their_backwards() -> None:
     plain, batches = moving_buffers(), [torch.randn(9, 6) for _ in range(3)]
-    planned = Checkpointable(copy.deepcopy(plain), loss=square)
-    planned.measure(batches[0])
+    planned = Checkpointable(copy.deepcopy(plain), batches[0], loss=square)
     planned.sequence = everything_again(len(planned.names))
     for each in (planned, plain):
         losses = [square(each(batch)) for batch in batches]

@@ -4,7 +4,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -48,8 +48,7 @@ def test_the_measured_peak_is_the_predicted_one(share: float, fresh_grads: bool)
 def test_the_optimizers_own_step_can_be_the_peak() -> None:
     network = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
     optimizer = torch.optim.Adam(network.parameters(), foreach=True)
-    planned = Checkpointable(network, loss=square, optimizer=optimizer, fresh_grads=True)
-    planned.measure(torch.randn(2, 600))
+    planned = Checkpointable(network, torch.randn(2, 600), loss=square, optimizer=optimizer, fresh_grads=True)
     assert planned.budget.least_bytes() == planned.budget.optimizer_peak_bytes
     assert_as_predicted(planned, torch.randn(2, 600), planned.budget.optimizer_peak_bytes, optimizer, fresh_grads=True)
 
@@ -102,13 +101,12 @@ class Halves(nn.Module):
         return tuple(half.contiguous() for half in value.chunk(2, dim=1))  # type: ignore[return-value] # two halves
 
 
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Conv2d(24, 48, 3, padding=1)
-
+class Join(nn.Conv2d):
     def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return self.inner(pair[0]) * pair[1].mean()
+        return super().forward(pair[0]) * pair[1].mean()
+
+
+join = partial(Join, 24, 48, 3, padding=1)
 
 
 def entry() -> nn.Conv2d:
@@ -148,7 +146,7 @@ ODD = {
     "frozen": frozen,
     "input with gradient": lambda: blocks(6, 32),
     "pooling": pooling,
-    "tuples": lambda: nn.Sequential(entry(), Halves(), Join(), Halves(), Join(), nn.ReLU()),
+    "tuples": lambda: nn.Sequential(entry(), Halves(), join(), Halves(), join(), nn.ReLU()),
 }
 """Stages whose memory is not simply theirs: views, expanded outputs, dropout masks, tuples, frozen layers."""
 
@@ -235,6 +233,14 @@ def peak(model: nn.Module, step: Any, *batch: torch.Tensor, fresh: bool = True) 
     )
 
 
+def assert_least_and_stored(planned: Checkpointable, measured: Callable[[], int], less: Callable[[int], float]) -> None:
+    """Where least is stored, and all: no more than predicted, and no `less` than what is to be made of it."""
+    for sequence in (planned.compute_sequence(planned.budget.least_bytes()), stored(planned)):
+        planned.sequence = sequence
+        predicted = planned.budget.peak_bytes(sequence)
+        assert less(predicted) <= measured() <= predicted
+
+
 def stored(planned: Checkpointable) -> Sequence:
     stages = range(len(planned.budget.chain))
     return Sequence((*map(ForwardEnable, stages), Loss(), *map(Backward, reversed(stages))))
@@ -259,10 +265,7 @@ def test_the_least_limit_is_below_plain_training_and_storing_all_takes_as_much(f
         least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(stored(planned))
         assert least <= plain[step]
         assert plain[step] <= whole <= plain[step] + FIRST_GRADIENTS
-        for sequence in (planned.compute_sequence(least), stored(planned)):
-            planned.sequence = sequence
-            predicted = planned.budget.peak_bytes(sequence)
-            assert predicted - FIRST_GRADIENTS <= peak(planned, step) <= predicted
+        assert_least_and_stored(planned, partial(peak, planned, step), lambda predicted: predicted - FIRST_GRADIENTS)
 
 
 def test_held_outputs_are_told_once_and_planned_for_in_every_later_plan(caplog) -> None:
@@ -298,14 +301,10 @@ def test_graph_breaks_cost_nothing(again: bool) -> None:
         square(output).backward()
 
     plain = peak(copy.deepcopy(model), step, value)
-    planned = Checkpointable(model, fresh_grads=True, loss=square)
-    planned.measure(value)
+    planned = Checkpointable(model, value, fresh_grads=True, loss=square)
     least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(stored(planned))
     assert least < plain <= whole <= 1.03 * plain
-    for sequence in (planned.compute_sequence(least), stored(planned)):
-        planned.sequence = sequence
-        predicted = planned.budget.peak_bytes(sequence)
-        assert 0.97 * predicted <= peak(planned, step, value) <= predicted
+    assert_least_and_stored(planned, partial(peak, planned, step, value), lambda predicted: 0.97 * predicted)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(*Tower(64, 4).layers), lambda: Tower(64, 4)])
@@ -313,8 +312,7 @@ def test_a_batch_whose_views_are_in_flight_counts_once(make) -> None:
     batch, peaks = torch.randn(512, 64), {}
     for forwards in (1, 4):
         for part in (batch[:128], batch[:128].clone()):
-            planned = Checkpointable(make(), forwards_in_flight=forwards, loss=square)
-            planned.measure(part)
+            planned = Checkpointable(make(), part, forwards_in_flight=forwards, loss=square)
             peaks.setdefault(forwards, []).append(planned.budget.peak_bytes(stored(planned)))
     assert peaks[1][0] == peaks[1][1] + 3 * 128 * 64 * 4
     assert peaks[4][0] == peaks[4][1]
@@ -370,6 +368,4 @@ def test_what_a_forward_leaves_in_an_attribute_counts(make: Callable[[], nn.Modu
     least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(stored(planned))
     assert least <= plain + FIRST_GRADIENTS
     assert plain <= whole <= plain + FIRST_GRADIENTS + value.nbytes  # the output may be held
-    for sequence in (planned.compute_sequence(least), stored(planned)):
-        planned.sequence = sequence
-        assert peak_of(planned) <= planned.budget.peak_bytes(sequence)
+    assert_least_and_stored(planned, partial(peak_of, planned), lambda _: 0)

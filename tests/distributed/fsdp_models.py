@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.capture.test_partial_saving import NewGelu, Odd
 from tests.distributed.processes import mesh
 
 BATCH, LENGTH, WIDTH = 8, 64, 32
@@ -68,33 +69,17 @@ def llama(**options: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **drawn, "num_attention_heads": 2, **options}))
 
 
-class Written(Block):
-    """GPT-2's feed-forward layer, with the activation written out."""
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # without a scale
-        made = self.wide(self.norm(value))
-        made = 0.5 * made * (1.0 + torch.tanh(0.8 * (made + 0.044715 * made.pow(3.0))))
-        return value + nn.functional.dropout(self.narrow(made), 0.1, self.training)
-
-
-class Odd(Written):
-    """A block, and something that no graph has."""
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # as above
-        return super().forward(value) * float(value.detach()[0, 0] < 1e9)
-
-
-class Otherwise(Written):
+class Otherwise(NewGelu):
     """A block that saves less where it is captured."""
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # as above
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.norm(value).exp()
         return super().forward(value)
 
 
-def chain(*first: type[Block]) -> nn.Sequential:
-    return nn.Sequential(*(kind() for kind in (*first, Written, Written, Written)[:4]), nn.Linear(WIDTH, 4))
+def chain(*first: type[NewGelu]) -> nn.Sequential:
+    return nn.Sequential(*(kind() for kind in (*first, NewGelu, NewGelu, NewGelu)[:4]), nn.Linear(WIDTH, 4))
 
 
 def plain_chain() -> nn.Sequential:
@@ -124,7 +109,7 @@ def sharded_together(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -
 
 
 def part_of_a_layer(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
-    fully_shard(model[2].wide, **layer)
+    fully_shard(model[2].inner, **layer)
     return sharded_alone(model, layer, whole)
 
 

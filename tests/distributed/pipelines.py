@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
-from tests.checkpointable.steps import Stack, between
+from tests.checkpointable.steps import Stack, between, planned_at
 from tests.distributed import steps
 from tests.distributed.processes import device, here, kept, least_peak, logs, present_bytes, random_state
 from tests.training.stepping import Block
@@ -84,10 +84,7 @@ class Pipeline:
         self.models = planned
 
     def _planned(self, model: nn.Module, index: int, share: float) -> Checkpointable:
-        planned = Checkpointable(model)
-        planned.measure(torch.randn(SAMPLES, WIDTH, requires_grad=index > 0))
-        planned.compute_sequence(between(planned, share))
-        return planned
+        return planned_at(share, model, torch.randn(SAMPLES, WIDTH, requires_grad=index > 0), loss=None)
 
     def batch(self, step: int) -> list[torch.Tensor]:
         generator = torch.Generator("cpu").manual_seed(step)

@@ -24,7 +24,7 @@ from rotor_profiling import loss_layouts
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.measure.cut import cut
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
-from tests.checkpointable.steps import Stack
+from tests.checkpointable.steps import Made, Stack
 from tests.distributed import steps
 from tests.distributed.fsdp_models import BATCH, LENGTH, WIDTH, llama
 from tests.distributed.processes import device
@@ -64,12 +64,8 @@ def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, {"3": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
 
 
-class TimeFirst(nn.Module):
+class TimeFirst(Made):
     """Lays its output out with time first, as recurrent layers do; the gradient that arrives is not."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.layer(value).transpose(0, 1).contiguous().transpose(0, 1)
@@ -79,7 +75,7 @@ def time_first(mesh: DeviceMesh) -> nn.Sequential:
     """Blocks that return a DTensor with time first, divided along time."""
     model = chain()
     all_shared(model, mesh)
-    return nn.Sequential(*(TimeFirst(block) for block in list(model)[:-1]), model[-1])
+    return nn.Sequential(*(TimeFirst(layer=block) for block in list(model)[:-1]), model[-1])
 
 
 def skipped() -> Stack:

@@ -69,8 +69,7 @@ def batches(rank: int, count: int) -> list[dict[str, torch.Tensor]]:
 
 def halfway(rank: int, kind: str) -> int:
     """A limit for which something has to be computed twice, gradient buckets counted, `present_bytes` not."""
-    probe = Checkpointable(made(kind), loss=loss)
-    probe.measure(here(batches(0, 1)[0]))
+    probe = Checkpointable(made(kind), here(batches(0, 1)[0]), loss=loss)
     budget = replace(probe.budget, fixed=replace(probe.budget.fixed, other=0))
     whole = (budget.least_bytes() + budget.peak_bytes(store_all(budget.chain))) // 2
     return whole + sum(p.numel() * p.element_size() for p in probe.parameters())

@@ -23,6 +23,7 @@ from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture import fsdp_markers
 from rotor_py.distributed.sharding import ShardGroup, gathered, groups_of, sharding_of
 from rotor_py.measure import rounds
+from tests.checkpointable.steps import Made, planned_at
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
 from tests.distributed.processes import Processes, assert_same_inside, here, kept, logs, mesh
 from tests.distributed.steps import Found, between, same_as_plain
@@ -95,8 +96,7 @@ def hooks_that_come_later(rank: int, folder: str) -> list[str]:
     plain, batch = made("layers", "plain"), here(batches("layers", rank, 1)[0])
     path = Path(folder) / f"{rank}.json"
     with free_to_store_in_part():
-        planned = Checkpointable(made("layers", "plain"), batch, loss=loss)
-        planned.compute_sequence(between(planned, 0.6))
+        planned = planned_at(0.6, made("layers", "plain"), batch, loss=loss)
     assert "^" in str(planned.sequence)
     planned.save_plan(path)
     loaded = Checkpointable(made("layers", "plain"), plan=path)
@@ -105,7 +105,7 @@ def hooks_that_come_later(rank: int, folder: str) -> list[str]:
     assert loaded.sequence == planned.sequence
     for network in (plain, planned.model):
         for layer in list(network)[:-1]:
-            layer.wide.register_forward_hook(lambda module, args, output: output * 2)
+            layer.inner.register_forward_hook(lambda module, args, output: output * 2)
     with logs() as said:
         same_step([plain, planned], **batch)
     return said
@@ -178,11 +178,7 @@ class Still(nn.Linear):
         return super().forward(value) + value
 
 
-class Outer(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
+class Outer(Made):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         made = self.layer(value)
         return value + (made.value if isinstance(made, Wrapped) else made)
@@ -190,7 +186,7 @@ class Outer(nn.Module):
 
 def refusal(rank: int, kind: str) -> str:
     """What is said of a model that cannot be trained from a plan, at its first step."""
-    model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
+    model: nn.Module = Outer(layer={"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
     fully_shard(model.layer, mesh=mesh())
     fully_shard(model, mesh=mesh())
     with pytest.MonkeyPatch.context() as patch:

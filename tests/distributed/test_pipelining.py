@@ -128,8 +128,7 @@ def peak(rank: int, share: float) -> tuple[int, int, int, str]:
     limit, parts = planned(share)
     begin, end, text, predicted = parts[rank]
     first, last = rank == 0, rank == len(parts) - 1
-    model = Checkpointable(nn.Sequential(*layers()[begin:end]))
-    model.measure(torch.randn(SAMPLES, WIDTH, requires_grad=not first))
+    model = Checkpointable(nn.Sequential(*layers()[begin:end]), torch.randn(SAMPLES, WIDTH, requires_grad=not first))
     model.sequence = Sequence.parse(text)
     pipeline = Schedule1F1B(PipelineStage(model, rank, len(parts), device()), MICROBATCHES, loss_fn=loss)
     batch, target = (torch.randn(MICROBATCHES * SAMPLES, WIDTH) for _ in range(2))

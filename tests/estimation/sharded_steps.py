@@ -100,8 +100,7 @@ def planned_step(kind: str, count: int, precision: torch.dtype | None, share: fl
         model = sharded(FakeCopies(mode).model(plain), over, precision)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         told = {"loss": loss, "optimizer": optimizer, "fresh_grads": True}
-        network = Checkpointable(model, mem_limit="1GB", cache=False, watch=False, **told)
-        network.measure(value)
+        network = Checkpointable(model, value, "1GB", cache=False, watch=False, **told)
         bound = network.budget.fixed.communication
         step = SimulatedStep(network, value, loss, optimizer, fresh_grads=True)
         communication = Communication(find_device("h100"))

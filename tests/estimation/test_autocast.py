@@ -14,6 +14,7 @@ from rotor_py import estimate
 from rotor_py.estimation import cuda_autocast as lists
 from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.fake_tensors import DeviceFakeMode
+from tests.checkpointable.steps import Made
 from tests.fields import raises
 
 HALF, WHOLE = torch.bfloat16, torch.float32
@@ -78,11 +79,7 @@ def test_results_have_the_dtype_of_cuda_where_they_are_not_refused_and_afterward
         assert functional.mse_loss(value, value).dtype == WHOLE
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
-
+class Block(Made):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         query, key, each = self.wide(self.norm(value)).unflatten(-1, (3, 1, 64)).permute(2, 0, 3, 1, 4)
         made = functional.scaled_dot_product_attention(query, key, each).transpose(1, 2).flatten(2)
@@ -92,7 +89,8 @@ class Block(nn.Module):
 def test_stages_keep_what_is_cast() -> None:
     """Counted by hand for one block: rows of 64 numbers, in bytes for each row, and weights."""
     rows = 2 * 256
-    blocks = nn.Sequential(Block(), Block())
+    layers = ({"norm": nn.LayerNorm(64), "wide": nn.Linear(64, 192), "narrow": nn.Linear(64, 64)} for _ in range(2))
+    blocks = nn.Sequential(*(Block(**each) for each in layers))
     report = estimate(blocks, torch.empty(2, 256, 64), "a100-80", loss=torch.mean, autocast=HALF)
     whole, half = 4 * 64 * rows, 2 * 64 * rows
     statistics = 2 * 4 * rows  # of the norm, a mean and a deviation

@@ -21,6 +21,7 @@ from rotor_py.estimation.simulated_target import PredictedDevice
 from rotor_py.stage.protocol import ELSEWHERE
 from rotor_solver import Persistent
 from tests.capture.steps import measured_step
+from tests.checkpointable.steps import CPU
 from tests.estimation.conftest import WIDTH, Block
 from tests.execute.zoo import convolutions, dropouts, moving_buffers
 from tests.fields import ends, invoke, raises
@@ -32,9 +33,7 @@ A_MICROSECOND = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 def measured(model: nn.Module, sample: Any, loss: Any) -> Checkpointable:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters())
-    found = Checkpointable(model, loss=loss, optimizer=optimizer, fresh_grads=True, cache=False)
-    found.measure(sample)
-    return found
+    return Checkpointable(model, sample, loss=loss, optimizer=optimizer, fresh_grads=True, cache=False)
 
 
 def both(make: Any, sample: Any, loss: Any = torch.mean) -> tuple[Checkpointable, Checkpointable]:
@@ -119,7 +118,6 @@ def test_steps_by_plans_made_without_memory_take_what_was_predicted() -> None:
 
 MATRICES = ((64, 64, 64), (64, 32, 128))
 TINY = Sizes(matrices=MATRICES, attention=(1, 2, 32, 16), convolution=(1, 4, 8), copied_bytes=2**16)
-CPU = torch.device("cpu")
 
 
 def test_a_device_survives_its_file_which_is_printed_and_measuring_restores_random_state(tmp_path, monkeypatch) -> None:
@@ -163,17 +161,13 @@ def test_a_gpu_is_measured_near_its_data_sheet() -> None:
         assert 0.5 < found.bandwidth / sheet.bandwidth < 1.05
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
-
-
 def chain() -> nn.Sequential:
     return nn.Sequential(Block(), Block(), Block())
 
 
 def test_stages_offload_as_much_on_fake_tensors_and_may_be_stored_in_part_with_the_rest_elsewhere(tmp_path) -> None:
     batch = torch.randn(512, WIDTH)
-    here = Checkpointable(chain(), cache=False, offload=f"file:{tmp_path}", loss=torch.mean)
-    here.measure(batch)
+    here = Checkpointable(chain(), batch, cache=False, offload=f"file:{tmp_path}", loss=torch.mean)
     # Its operators are those of the CPU; kernels of CUDA save other things.
     there = estimate(chain, batch, replace(find_device("l4"), vendor="cpu"), loss=torch.mean, offload="host")
     chains = (each.chain(fresh_gradients=True) for each in (here.inspection_values, there.measurement))

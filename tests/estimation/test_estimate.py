@@ -96,8 +96,7 @@ def bytes_in_part(network: Checkpointable | Report) -> int:
 
 def test_layers_of_a_chain_are_stored_in_part_as_where_they_are_measured_with_the_operators_of_the_device() -> None:
     batch, cpu = torch.randn(2048, 256), replace(find_device("l4"), vendor="cpu")
-    measured = Checkpointable(residual(0.0), loss=torch.mean, fresh_grads=True, cache=False)
-    measured.measure(batch)
+    measured = Checkpointable(residual(0.0), batch, loss=torch.mean, fresh_grads=True, cache=False)
     there = estimate(lambda: residual(0.0), batch, cpu, loss=torch.mean)
     assert bytes_in_part(there) == bytes_in_part(measured) < there.measurement.stages[1].saved_bytes
     gpu = estimate(lambda: residual(0.1), batch, "l4", loss=torch.mean)

@@ -19,7 +19,7 @@ from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.simulated_step import FollowedStep, SimulatedStep, followed_by_plan, reservation_of
 from rotor_py.estimation.simulated_target import prediction_for
 from rotor_py.report import Report
-from tests.checkpointable.steps import between
+from tests.checkpointable.steps import Residual, Stack, between
 
 H100 = find_device("h100")
 MiB = 2**20
@@ -35,29 +35,14 @@ def layers() -> nn.Module:
     return nn.Sequential(*(Layer(*pair) for pair in pairwise(widths)))
 
 
-class Residual(nn.Module):
-    """TorchDynamo captures it, and its stages may be stored in part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
-        self.back = nn.ModuleList(nn.Linear(1024, 256) for _ in range(3))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for into, back in zip(self.into, self.back, strict=True):
-            wide = into(value)
-            value = value + back(nn.functional.silu(wide) * wide)
-        return value
-
-
 def test_a_step_that_is_followed_allocates_what_the_plan_says_and_leaves_nothing() -> None:
-    model, value, mode = Residual(), torch.empty(8192, 256), DeviceFakeMode()
+    model = Stack(*(Residual(nn.Linear(256, 1024), nn.SiLU(), nn.Linear(1024, 256)) for _ in range(3)))
+    value, mode = torch.empty(8192, 256), DeviceFakeMode()
     without_memory = FakeCopies(mode)
     with using(prediction_for(H100)), mode:
         fake, sample = without_memory.model(model).train(), without_memory.value(value)
         optimizer = torch.optim.AdamW(fake.parameters())
-        network = Checkpointable(fake, loss=torch.mean, optimizer=optimizer, fresh_grads=True, cache=False)
-        network.measure(sample)
+        network = Checkpointable(fake, sample, loss=torch.mean, optimizer=optimizer, fresh_grads=True, cache=False)
         for share in (0.0, 0.6):
             sequence = network.compute_sequence(between(network, share))
             step = SimulatedStep(network, sample, torch.mean, optimizer, fresh_grads=True)
@@ -70,23 +55,22 @@ def test_a_step_that_is_followed_allocates_what_the_plan_says_and_leaves_nothing
             assert network.watch is None
 
 
-class Unread(nn.Module):
+class Unread(Stack):
     """Two outputs, the second of which may get a gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
-
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        for layer in self.layers:
-            value = value + torch.tanh(layer(value))
+        value = super().forward(value)
         return value, value.exp()
 
 
 def test_what_a_step_takes_stands_beside_what_the_plan_promises() -> None:
     """The promise holds for a loss that reads all; the given one reads one output."""
+
+    def unread() -> nn.Module:
+        return Unread(*(Residual(nn.Linear(256, 256, bias=False), nn.Tanh()) for _ in range(3)))
+
     value, told = torch.empty(8192, 256), {"optimizer": torch.optim.SGD, "loss": lambda outputs: outputs[0].mean()}
-    found = estimate(Unread, value, H100, **told, fresh_grads=True)
+    found = estimate(unread, value, H100, **told, fresh_grads=True)
     assert 0 < found.reserved.step_bytes < found.peak_bytes - 0.9 * value.nbytes
     assert "a step (predicted)" in " ".join(str(found).split())
 

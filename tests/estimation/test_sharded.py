@@ -17,6 +17,7 @@ from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.simulated_step import Communication, SimulatedStep
 from rotor_py.estimation.simulated_target import blocks_of, world_of
 from rotor_py.report import Report
+from tests.checkpointable.steps import Made
 from tests.distributed.processes import NOT_WHOLE
 from tests.estimation import sharded_steps
 from tests.estimation.conftest import Block
@@ -126,17 +127,8 @@ def test_a_limit_that_no_plan_fits_says_what_is_least_and_a_process_group_is_ref
 
 
 def test_blocks_are_the_outermost_of_a_list_that_are_alike() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Module()
-            self.inner.layers = nn.ModuleList([Experts(), Experts(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
-
-    model = Model()
+    experts = (nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)) for _ in range(2))
+    layers = [*(Made(experts=each) for each in experts), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))]
+    model = Made(inner=Made(layers=nn.ModuleList(layers)))
     assert list(blocks_of(model)) == list(model.inner.layers)[:2]
     assert list(blocks_of(nn.Linear(2, 2))) == []

@@ -20,9 +20,10 @@ from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
-from tests.checkpointable.steps import same_gradients, without_collector
+from tests.checkpointable.steps import Made, same_gradients, without_collector
 from tests.execute.training import assert_same
 from tests.fields import Noted, raises
+from tests.plan.test_step_plans import Branches
 
 MIXED = Sequence.parse("CF_0, Fn_1, Fe_2, Fe_3, L, B_3, B_2, Fe_0, Fe_1, B_1, B_0")
 NESTED = Sequence.parse("CF_0, CF_1, Fn_2, Fe_3, L, B_3, Fe_1, Fe_2, B_2, B_1, Fe_0, B_0")
@@ -233,12 +234,7 @@ def test_a_parameter_written_between_two_forwards_in_flight_is_refused_to_the_fi
         first.sum().backward()
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(8))
-        self.register_buffer("seen", torch.zeros(100_000))
-
+class Counting(Made):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         return (value * self.weight * self.seen[0]).sin()
@@ -246,7 +242,8 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("retained", [False, True])
 def test_after_the_backward_an_output_that_is_held_holds_no_copies_of_buffers(retained: bool) -> None:
-    model, value = nn.Sequential(*(Counting() for _ in range(3))), torch.randn(4, 8, requires_grad=True)
+    parts = ({"weight": nn.Parameter(torch.rand(8)), "seen": nn.Buffer(torch.zeros(100_000))} for _ in range(3))
+    model, value = nn.Sequential(*(Counting(**each) for each in parts)), torch.randn(4, 8, requires_grad=True)
     for _ in range(2):  # in the first, the copies are there to find out which buffers move
         with memory_meter(torch.device("cpu")) as meter:
             output = apply(model, FROM_INPUT, value)
@@ -282,19 +279,9 @@ def tied() -> nn.Sequential:
     return nn.Sequential(nn.Tanh(), first, nn.GELU(), last)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, value: Any) -> Any:
-        value = value if isinstance(value, tuple) else (value, value)
-        return self.left(value[0]), self.right(value[1])
-
-
 def pairs() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Branches() for _ in range(4)))
+    return nn.Sequential(*(Branches([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(4)))
 
 
 def run(model: nn.Sequential, sequence: Sequence | str | None, value: torch.Tensor) -> list[torch.Tensor]:

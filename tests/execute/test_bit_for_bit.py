@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +27,16 @@ from rotor_py.stage import compression
 from rotor_py.stage.compression import Packed
 from rotor_py.stage.replayed_routing import streams_of
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
+from rotor_solver import Backward, ForwardCheck, ForwardNograd, Loss, Sequence, store_all
+from tests.capture.steps import assert_same_step, with_options
 from tests.capture.test_partial_saving import Attention, Gated, NewGelu, captured
-from tests.checkpointable.steps import CPU, Residual, between, same_gradients, square
+from tests.checkpointable.steps import CPU, Residual, between, planned_at, same_gradients, square
 from tests.execute.sequences import any_sequence, everything_again, persistent_sequence
 from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.execute.zoo import ZOO
 from tests.fields import Noted, raises
+
+pytestmark = pytest.mark.usefixtures("any_clock")
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 4), marks=pytest.mark.slow)], ids=["one", "many"])
@@ -77,7 +79,7 @@ def test_so_does_one_whose_stages_keep_tensors_in_another_form(name: str, monkey
     with case.autocast or nullcontext():
         found = cut_of(model, sample)
     drawn = any_sequence(len(found.stages), random.Random(0))
-    sequence = Sequence(replace(each, option=1) if isinstance(each, ForwardEnable) else each for each in drawn)
+    sequence = with_options(drawn, lambda _: 1)
 
     def forward(value: Any) -> Any:
         for _, layer in found.prefix:
@@ -193,16 +195,12 @@ def test_numbers_and_streams_are_those_of_plain_training() -> None:
 def test_a_stage_that_writes_to_its_parameters_is_stored_and_measuring_restores_them(kind: type[nn.Sequential]) -> None:
     model, value = kind(Bounded(), Block(), Block(), Block(), Bounded()), torch.randn(64, WIDTH)
     plain, before = copy.deepcopy(model), copy.deepcopy(model)
-    planned = Checkpointable(model, value, "1GB", fresh_grads=True, cache=False)
+    planned = planned_at(0.0, model, value, fresh_grads=True, cache=False)
     assert all(map(torch.equal, model.parameters(), before.parameters()))
-    planned.compute_sequence(planned.budget.least_bytes())
     assert planned.sequence != store_all(planned.budget.chain)
     for _ in range(3):
-        for network in (plain, planned):
-            network.zero_grad()
-            network(value).square().mean().backward()
+        assert_same_step(planned, plain, value)
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
-        assert same_gradients(model, plain)
 
 
 def runners_of(model: nn.Sequential) -> list[StageRunner]:
@@ -310,23 +308,13 @@ def test_a_stage_that_does_something_else_the_second_time_is_refused() -> None:
 # Stages stored in part.
 
 
-@pytest.fixture(autouse=True)
-def any_way_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that was no faster than another, in whose place it could stand, when both were timed."""
-    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
-
-
 def in_part(sequence: Sequence, planned: Checkpointable) -> Sequence:
     """The sequence, with every stage that is recomputed stored in its last way."""
     last = [len(stage.options) - 1 for stage in planned.chain.stages]
     assert all(last)
     again = {each.stage for each in sequence if isinstance(each, ForwardCheck | ForwardNograd)}
 
-    def stored(each: Any) -> Any:
-        in_part = isinstance(each, ForwardEnable) and each.stage in again
-        return ForwardEnable(each.stage, last[each.stage]) if in_part else each
-
-    return Sequence(map(stored, sequence))
+    return with_options(sequence, lambda stage: last[stage] * (stage in again))
 
 
 def by_regions(planned: Checkpointable, sequence: Sequence, batch: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from tests.training.loop import rows
 from tests.training.tripping import chain as dropping
 
 F = nn.functional
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 
 
 @pytest.mark.parametrize(

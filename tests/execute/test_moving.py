@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from rotor_py.offload.file_tier import FileTier
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from rotor_solver.offload import Moves
-from tests.checkpointable.steps import CPU, Residual, between
+from tests.checkpointable.steps import CPU, Residual, planned_at
 from tests.fields import raises
+from tests.training.test_concurrent import in_threads
 
 WIDTH, BATCH, LAYERS = 128, 256, 4
 ONE = 4 * BATCH * 4 * WIDTH
@@ -257,8 +257,7 @@ def planned(tmp_path: Path, fast_link: None) -> Plan:
 
     def plan(model: nn.Module) -> Checkpointable:
         options: dict[str, Any] = {"fresh_grads": True, "watch": False, "cache": False, "offload": f"file:{tmp_path}"}
-        found = Checkpointable(model, rows(), 10**9, loss=loss_of, **options)
-        found.compute_sequence(between(found, SHARE))
+        found = planned_at(SHARE, model, rows(), loss=loss_of, mem_limit=10**9, **options)
         assert found.sequence.moves is not None
         return found
 
@@ -281,14 +280,9 @@ def twice(loss: torch.Tensor, retain: bool = True) -> None:
     loss.backward()
 
 
-def in_a_thread(loss: torch.Tensor) -> None:
-    with ThreadPoolExecutor() as pool:
-        pool.submit(loss.backward).result()
-
-
 def test_odd_backwards_and_hooks_of_the_user_are_exact_and_errors_cost_that_step_only(planned: Plan) -> None:
     model, expected = planned(chain()), gradients(chain())
-    for backward in (twice, in_a_thread):
+    for backward in (twice, lambda loss: in_threads(loss.backward)):
         assert same(gradients(model, backward), gradients(chain(), backward))
         assert tier_of(model).held_bytes == 0
     with torch.autograd.graph.save_on_cpu():

@@ -12,8 +12,8 @@ from rotor_profiling import tensors_in
 from rotor_py import CheckpointOptim
 from rotor_py.measure.cut import Cut, cut
 from rotor_solver import Sequence
+from tests.checkpointable.steps import CPU
 
-CPU = torch.device("cpu")
 Forward = Callable[[Any], Any]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.checkpointable.steps import Applies
+
 
 def image(channels: int = 3, size: int = 8, batch: int = 4) -> torch.Tensor:
     return torch.randn(batch, channels, size, size)
@@ -74,18 +76,14 @@ class Start(nn.Linear):
         return left.contiguous(), right.contiguous(), (value > 0).float()
 
 
-class ToDict(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        return {"sum": pair[0] + pair[1], "parts": [pair[0].tanh()], "scale": 2}
-
-
 class FromDict(nn.Linear):
     def forward(self, named: dict[str, Any]) -> torch.Tensor:
         return named["scale"] * super().forward(named["sum"]) + named["parts"][0]
 
 
 def structures() -> nn.Sequential:
-    return nn.Sequential(Start(5, 10), Twice(5, 5), Twice(5, 5), ToDict(), FromDict(5, 5), nn.Dropout(0.1))
+    to_dict = Applies(function=lambda pair: {"sum": pair[0] + pair[1], "parts": [pair[0].tanh()], "scale": 2})
+    return nn.Sequential(Start(5, 10), Twice(5, 5), Twice(5, 5), to_dict, FromDict(5, 5), nn.Dropout(0.1))
 
 
 class Last(nn.Module):

@@ -8,12 +8,12 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
+from tests.checkpointable.steps import planned_at
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*isinstance.treespec, LeafSpec.*",
-    "ignore:The .grad attribute of a Tensor",
     "ignore:.*pin_memory",
     "ignore:.*is_gradient_checkpointing",
 )
@@ -53,9 +53,7 @@ def assert_same_step(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["LoRA", pytest.param("prefix", marks=pytest.mark.slow)])
 def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_none(kind: str) -> None:
     plain = adapted(kind)
-    planned = Checkpointable(copy.deepcopy(plain))
-    planned.measure(GIVEN)
-    planned.compute_sequence(planned.budget.least_bytes())
+    planned = planned_at(0.0, copy.deepcopy(plain), GIVEN, loss=None)
     assert recomputes(planned.sequence) or kind == "prefix"  # cut into few stages, of which one is most
     assert_same_step(planned, plain)
 

@@ -22,9 +22,7 @@ pytest.importorskip("accelerate")
 
 from rotor_py.integrations.transformers_callback import MemoryLimit  # noqa: E402  # it needs the library
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor", "ignore:.*pin_memory"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*", "ignore:.*pin_memory")
 BATCH = 4
 
 

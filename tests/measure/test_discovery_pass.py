@@ -1,7 +1,7 @@
 """First runs of stages: what they refuse, what stays aside meanwhile, and that no step takes more than they find."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
@@ -14,7 +14,7 @@ from rotor_profiling import loss_layouts
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.discovery_pass import DiscoveryPass
 from rotor_py.measure.planning_lock import freeze_gc
-from tests.checkpointable.steps import CPU, Residual, between, same_gradients, square, step_peak
+from tests.checkpointable.steps import CPU, Made, Residual, between, planned_at, same_gradients, square, step_peak
 from tests.execute.starved import Capacity
 from tests.fields import Noted, raises
 
@@ -93,11 +93,7 @@ def test_equal_stages_are_measured_once_and_those_like_one_that_decides_nothing_
 ROWS = torch.randn(512, 8)
 
 
-class InAList(nn.Module):
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.others = [other]
-
+class InAList(Made):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(value, self.others[0].weight)
 
@@ -107,16 +103,16 @@ class Detached(InAList):
         return nn.functional.linear(value, self.others[0].weight.detach())
 
 
-def chain(user: Callable[[nn.Linear], nn.Module]) -> nn.Sequential:
+def chain(user: type[InAList]) -> nn.Sequential:
     torch.manual_seed(0)
     first = nn.Linear(8, 8)
-    return nn.Sequential(first, nn.Tanh(), user(first), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), user(first))
+    return nn.Sequential(
+        first, nn.Tanh(), user(others=[first]), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), user(others=[first])
+    )
 
 
 def least(model: nn.Module) -> Checkpointable:
-    planned = Checkpointable(model, ROWS, loss=torch.sum, fresh_grads=True, cache=False)
-    planned.compute_sequence(planned.budget.least_bytes())
-    return planned
+    return planned_at(0.0, model, ROWS, loss=torch.sum, fresh_grads=True, cache=False)
 
 
 SCALE = torch.ones(8, requires_grad=True)
@@ -179,8 +175,8 @@ def with_large_output() -> nn.Sequential:
     ],
 )
 def test_copies_that_backwards_begin_with_are_inside_the_limit(make, loss) -> None:
-    planned, sample = Checkpointable(make(), loss=loss, fresh_grads=True), torch.randn(16, 12, 48)
-    planned.measure(sample)
+    sample = torch.randn(16, 12, 48)
+    planned = Checkpointable(make(), sample, loss=loss, fresh_grads=True)
     for limit in (between(planned, share) for share in (0, 0.5, 1)):
         predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
         assert 0.98 * predicted <= step_peak(planned, sample, fresh_grads=True, loss=loss) <= limit
@@ -211,13 +207,8 @@ def test_a_chain_is_walked_again_only_where_layouts_differ(make, batch, count, w
     assert len(walks) == count
 
 
-class Skipping(nn.Module):
+class Skipping(Made):
     """Its first value comes back after all layers, each of a kind of its own. Its gradient is a part of a wider one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(22, 4)
-        self.layers = nn.ModuleList(nn.Linear(width, width + 1) for width in range(8, 14))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         skipped = value = self.first(value)
@@ -227,7 +218,9 @@ class Skipping(nn.Module):
 
 
 def test_a_gradient_that_only_passes_through_stages_needs_few_walks(walks: list[DiscoveryPass]) -> None:
-    Checkpointable(Skipping(), loss=square, cache=False).measure(torch.randn(5, 8))
+    layers = nn.ModuleList(nn.Linear(width, width + 1) for width in range(8, 14))
+    model = Skipping(first=nn.Linear(8, 8), layers=layers, last=nn.Linear(22, 4))
+    Checkpointable(model, torch.randn(5, 8), loss=square, cache=False)
     assert sum((22, 1) in layouts for layouts in walks[-1].arriving) > 6
     assert len(walks) <= 3
 
@@ -266,8 +259,7 @@ class ReadAgain(nn.Module):
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_tensor_that_several_stages_read_is_in_memory_until_the_first_of_them_has_run_backward(trained: bool) -> None:
     model, batch = ReadAgain(trained).train(), torch.randn(256, WIDTH)
-    planned = Checkpointable(model, loss=square, fresh_grads=True, cache=False, watch=False)
-    planned.measure(batch)
+    planned = Checkpointable(model, batch, loss=square, fresh_grads=True, cache=False, watch=False)
     assert (0 in [each.gradient_bytes for each in planned.inspection_values.carried]) is not trained
     for share in (0.1, 1):
         sequence = planned.compute_sequence(between(planned, share))

@@ -107,18 +107,23 @@ def test_runs_of_an_earlier_process_count_unless_the_machine_was_busy() -> None:
     assert closely.wanted(["quiet"]) == {0}
 
 
+class Noting(nn.Linear):
+    """Notes of each run its width, and whether it has a graph."""
+
+    runs: list[tuple[int, bool]]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = super().forward(value)
+        type(self).runs.append((self.out_features, made.requires_grad))
+        return made
+
+
 def test_stages_are_timed_round_by_round_and_not_several_times_in_a_row() -> None:
-    order: list[int] = []
-
-    class Noting(nn.Linear):
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            order.append(self.out_features)
-            return super().forward(value)
-
+    Noting.runs = order = Noted()
     widths = [8, 16, 24, 32]
     layers = nn.Sequential(*(Noting(width - 8 or 4, width) for width in widths))
     Checkpointable(layers, loss=torch.sum, cache=False).measure(torch.randn(64, 4))
-    rounds = [width for width, _ in groupby(order)]
+    rounds = [width for width, _ in groupby(width for width, _ in order)]
     assert rounds == widths * (len(rounds) // len(widths))
 
 
@@ -188,17 +193,6 @@ class Scripted:
         return self.seconds
 
 
-class Noting(nn.Linear):
-    """Notes of each run whether it has a graph."""
-
-    runs: list[bool]
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        made = super().forward(value)
-        type(self).runs.append(made.requires_grad)
-        return made
-
-
 @pytest.mark.parametrize(
     ("again", "as_node", "laps", "expected"),
     [
@@ -218,7 +212,7 @@ def test_a_stage_is_timed_in_training_and_as_a_node_with_its_gradients(again, as
     added = [event for event in profiled.events() if event.name == "aten::add_"]
     assert len(added) == (0 if fresh else 4 if as_node is not None else 2)
     assert run == StageRun(((2.0, 5.0),), expected)
-    assert runs == ([True, False, True] if again else [True])
+    assert [graph for _, graph in runs] == ([True, False, True] if again else [True])
     assert torch.equal(output, nn.functional.linear(value, layer.weight, layer.bias))
     assert output.is_leaf
     assert layer.weight.grad is None

@@ -26,8 +26,7 @@ def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_t
     make, shape = NETWORKS[name]
     network, batch = make().to(cuda), torch.randn((8, *shape[1:]), device=cuda)
     plain = copy.deepcopy(network).cpu()
-    planned = Checkpointable(network, loss=square, fresh_grads=True)
-    planned.measure(batch)
+    planned = Checkpointable(network, batch, loss=square, fresh_grads=True)
     limit = between(planned, 0.4)
     planned.compute_sequence(limit)
 

@@ -30,6 +30,7 @@ from rotor_py.offload.file_tier import ALIGNMENT, FileSpace, FileTier
 from rotor_py.offload.host_tier import HostTier, MovedToHost, PinnedBuffers
 from rotor_py.offload.offload_saved import Moved
 from rotor_py.offload.open_tier import measure_bandwidth
+from tests.checkpointable.steps import CPU
 from tests.fields import raises
 
 NBYTES, MIB = 4096, 2**20
@@ -304,9 +305,6 @@ def test_memory_that_a_container_has_used_is_not_available(tmp_path, monkeypatch
     assert host_memory.available_host_bytes() == 1_500_000
     (tmp_path / limit).write_text("max")
     assert host_memory.host_memory_bytes() == machine
-
-
-CPU = torch.device("cpu")
 
 
 def storage_of(nbytes: int) -> torch.UntypedStorage:

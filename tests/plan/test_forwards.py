@@ -16,7 +16,6 @@ from tests.checkpointable import steps
 from tests.checkpointable.steps import CPU, Tower, said_in, same_gradients
 from tests.fields import kinds, logged, raises
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 ROWS = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
 
 

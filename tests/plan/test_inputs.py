@@ -5,7 +5,9 @@ import weakref
 from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
 from rotor_py.plan.settings import EXCLUSIONS, SEVERAL_PROCESSES, SHARDED
 from rotor_py.plan.trained_model import TrainedModel
-from tests.checkpointable.steps import CPU, Residual, between, same_gradients, square, step_peak
+from tests.checkpointable.steps import CPU, Applies, Made, Residual, Stack, between, same_gradients, square, step_peak
 from tests.fields import kinds, logged, raises
 
 
@@ -82,17 +84,8 @@ BATCHES: dict[str, Callable[[torch.Tensor], Any]] = {
 }  # fmt: skip
 
 
-class Unpack(nn.Module):
-    def forward(self, batch: Any) -> torch.Tensor:
-        return batch.x
-
-
-class Inside(nn.Module):
+class Inside(Made):
     """From object to object."""
-
-    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.block, self.make = block(), make
 
     def forward(self, batch: Any) -> Any:
         return self.make(self.block(batch.x))
@@ -124,10 +117,11 @@ def train(model: nn.Module, *batch: Any) -> None:
 def test_objects_are_planned_for_like_the_tensors_in_them(chain: bool, caplog) -> None:
     """A chain hands them from layer to layer; a captured model takes one of each."""
     inside = [make for kind, make in BATCHES.items() if kind != "ring"]  # garbage until it is collected
+    unpack = Applies(function=attrgetter("x"))
 
     def network() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*map(Inside, inside), Unpack()) if chain else Captured()
+        return nn.Sequential(*(Inside(block=block(), make=make) for make in inside), unpack) if chain else Captured()
 
     def given(x: torch.Tensor) -> tuple[Any, ...]:
         others = [] if chain else [make(x.detach().clone()) for make in inside]
@@ -176,11 +170,7 @@ def test_texts_that_differ_in_each_batch_are_planned_for_once_unless_the_graph_d
     assert len(logged(caplog, "planning_again")) <= 2
 
 
-class Adding(nn.Module):
-    def __init__(self, key: str) -> None:
-        super().__init__()
-        self.block, self.key = block(), key
-
+class Adding(Made):
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         batch[self.key] = self.block(batch.pop("x"))
         batch["x"] = batch[self.key] * 2
@@ -196,11 +186,10 @@ class Popping(Captured):
 def test_a_dict_that_layers_change_is_planned_for_and_told_of_where_a_copy_is_changed(chain: bool, caplog) -> None:
     def network() -> nn.Module:
         torch.manual_seed(0)
-        layers = [Adding(key) for key in "abc"]
-        return nn.Sequential(*layers, Last()) if chain else Popping()
+        layers = [Adding(block=block(), key=key) for key in "abc"]
+        return nn.Sequential(*layers, last()) if chain else Popping()
 
-    plain, planned = network(), Checkpointable(network(), mem_limit="1GB", fresh_grads=True)
-    planned.measure(({"x": torch.ones(256, 32)},))
+    plain, planned = network(), Checkpointable(network(), ({"x": torch.ones(256, 32)},), "1GB", fresh_grads=True)
     planned.compute_sequence(planned.budget.least_bytes() + 2**17)
     batch = {"x": torch.ones(256, 32)}
     train(planned, batch)
@@ -210,11 +199,7 @@ def test_a_dict_that_layers_change_is_planned_for_and_told_of_where_a_copy_is_ch
     assert ("x" in batch) == chain
 
 
-class Last(nn.Module):
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return batch["x"]
-
-
+last = partial(Applies, function=itemgetter("x"))
 ADDING = torch._dynamo.disable(lambda state: float(state.add_(1)[0]))
 STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "object": (lambda: SimpleNamespace(n=0), lambda state: setattr(state, "n", state.n + 1) or state.n),
@@ -247,7 +232,7 @@ def test_what_a_forward_changes_in_its_input_changes_once_a_step(name: str, chai
 
     def network() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(Dividing(change, True) for _ in range(3)), Last()) if chain else Dividing(change, False)
+        return nn.Sequential(*(Dividing(change, True) for _ in range(3)), last()) if chain else Dividing(change, False)
 
     def given(state: Any) -> dict[str, Any]:
         return {"x": torch.ones(256, 32), "state": iter(state) if isinstance(state, list) else state}
@@ -286,22 +271,12 @@ def test_nested_tensors_are_refused() -> None:
         planned(nested)
 
 
-class Lazy(Captured):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x) * 2
-
-
 @pytest.mark.parametrize(("chain", "dropout"), [(True, False), (False, True)])
 def test_lazy_layers_have_the_parameters_and_statistics_of_plain_training(chain: bool, dropout: bool, caplog) -> None:
     def network() -> nn.Module:
         torch.manual_seed(0)
-        found = Lazy()
-        found.blocks.append(nn.Dropout(0.5 * dropout))
-        return found.blocks if chain else found
+        layers = nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(32), nn.Dropout(0.5 * dropout)
+        return nn.Sequential(*layers) if chain else Stack(*layers)
 
     models = []
     for wrap in (lambda model: model, lambda model: Checkpointable(model, mem_limit="1GB", fresh_grads=True)):
@@ -317,15 +292,11 @@ CHAIN = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
 DATA = torch.randn(12, 8)
 
 
-class Product(nn.Module):
+class Product(nn.Linear):
     """Takes one or two tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
     def forward(self, value: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
-        value = self.layer(value).tanh()
+        value = super().forward(value).tanh()
         return value if factor is None else value * factor
 
 
@@ -333,7 +304,7 @@ def loader(*columns: torch.Tensor) -> Any:
     return DataLoader(TensorDataset(*columns), batch_size=4, shuffle=True)
 
 
-@pytest.mark.parametrize("model", [CHAIN, Product()], ids=["chain", "captured"])
+@pytest.mark.parametrize("model", [CHAIN, Product(8, 8)], ids=["chain", "captured"])
 def test_the_first_batch_of_a_loader_is_taken_and_no_random_number_is_drawn(model: nn.Module) -> None:
     planned = Checkpointable(model, mem_limit="1GB")
     before = torch.get_rng_state()
@@ -347,7 +318,7 @@ def test_samples_that_are_none_are_told_in_one_sentence_and_a_limit_may_be_a_flo
     for sample in ((DATA[:4], DATA[:4]), loader(DATA, DATA)):
         with raises(UnsupportedModelError, "too_many_arguments", got=2):  # targets beside the input
             Checkpointable(CHAIN, sample, mem_limit="1GB")
-        Checkpointable(Product(), sample, mem_limit="1GB")  # takes two
+        Checkpointable(Product(8, 8), sample, mem_limit="1GB")  # takes two
     for limit in ("1GB", 1e9, 10**9):
         with raises(UnsupportedModelError, "not_a_sample"):
             Checkpointable(CHAIN, limit)

@@ -19,7 +19,7 @@ from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
 from tests.capture.steps import adamw
-from tests.checkpointable.steps import planned_at, square, step_peak
+from tests.checkpointable.steps import Made, planned_at, square, step_peak
 from tests.execute.training import assert_same
 from tests.fields import kinds, logged, raises
 
@@ -61,8 +61,7 @@ def bytes_of(planned: Checkpointable) -> tuple[Any, ...]:
 
 def test_every_step_stays_inside_the_limit_though_the_optimizer_comes_later() -> None:
     known = told(0.5)
-    planned, plain = Checkpointable(network(), mem_limit=known.mem_limit, loss=square), network()
-    planned.measure(batch())
+    planned, plain = Checkpointable(network(), batch(), known.mem_limit, loss=square), network()
     assert known.budget.fixed.optimizer + planned.budget.peak_bytes(planned.compute_sequence()) > known.mem_limit
     optimizer = adamw(planned)
     assert step_peak(planned, batch(), optimizer) <= known.mem_limit
@@ -320,11 +319,7 @@ def test_measuring_a_loss_and_an_optimizer_changes_nothing_that_they_reach(kind:
     assert found[0] == found[1]
 
 
-class Flow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = network()
-
+class Flow(Made):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x) * 2
 
@@ -334,7 +329,7 @@ class Flow(nn.Module):
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_training_that_calls_another_method_than_the_model_is_told_of_once(declared: bool, caplog) -> None:
-    model = Flow()
+    model = Flow(body=network())
     optimizer, other = torch.optim.SGD(model.parameters(), 0.1), network()
     planned = Checkpointable(model, mem_limit="1GB", optimizer=optimizer if declared else None)
     square(planned(batch())).backward()

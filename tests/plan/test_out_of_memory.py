@@ -14,22 +14,19 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan import oom_replanning
 from rotor_py.stage.error_context import asked_bytes, is_out_of_memory
-from tests.checkpointable.steps import Residual, between, blocks, images, planned_at, square, step_peak
+from tests.checkpointable.steps import Made, Residual, between, blocks, images, planned_at, square, step_peak
 from tests.execute import starved
 from tests.execute.starved import AtOperators, Capacity, Gated, notes, out_of_memory, planned, state, step
 from tests.fields import Noted, logged
 from tests.training.loop import differences, rows
 from tests.training.tripping import chain as dropping
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 Kind = Callable[[], nn.Module]
 
 
 def test_a_device_that_is_too_small_trains_inside_it(caplog) -> None:
     start, batch = blocks(6, 16), images(8, 16)
-    network = Checkpointable(copy.deepcopy(start), loss=square, fresh_grads=True, on_oom="replan", mem_limit="1GB")
-    network.measure(batch)
-    network.compute_sequence()
+    network = Checkpointable(copy.deepcopy(start), batch, "1GB", loss=square, fresh_grads=True, on_oom="replan")
     plain = copy.deepcopy(start)
     with Capacity() as roomy:
         step(plain, batch=batch)
@@ -94,11 +91,7 @@ class Fault:
     device: Capacity | None = None
 
 
-class Once(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fault = Fault(Noted())
-
+class Once(Made):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         keeps = value * 2  # what the frame of an error's traceback would keep
         self.run_out("forward")
@@ -119,7 +112,7 @@ class Once(nn.Module):
 def test_what_the_failed_run_held_is_free_when_the_next_one_begins(where: str) -> None:
     count, width = 64, 128
     unit = count * width * 4
-    probe, once, device, held = nn.Linear(width, width, bias=False), Once(), Capacity(), Noted()
+    probe, once, device, held = nn.Linear(width, width, bias=False), Once(fault=Fault(Noted())), Capacity(), Noted()
     probe.register_forward_pre_hook(lambda *_: held.append(device.held))
     layers = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(5)]
     batch = torch.randn(count, width)
@@ -139,7 +132,7 @@ def test_what_the_failed_run_held_is_free_when_the_next_one_begins(where: str) -
 @pytest.mark.parametrize("later", [1, 4])
 def test_the_rest_of_a_backward_stays_inside_the_smaller_limit(later: int, caplog) -> None:
     """The output, the gradients of later stages and the one that has arrived are there beside it."""
-    once, batch = Once(), torch.randn(96, 128)
+    once, batch = Once(fault=Fault(Noted())), torch.randn(96, 128)
     layers = [Residual(nn.Linear(128, 128), nn.Tanh(), nn.GELU()) for _ in range(9)]
     model = nn.Sequential(*layers[later:], once, *layers[:later])
     network = planned_at(1.0, model, batch, fresh_grads=True, on_oom="replan")

@@ -19,8 +19,6 @@ from tests.checkpointable.steps import Residual, Stack, Tower, between, planned_
 from tests.execute.training import assert_same, steps
 from tests.fields import logged, raises
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
-
 
 def residual() -> Stack:
     blocks = [Residual(nn.Conv2d(16, 16, 3, padding=1), nn.LeakyReLU(0.2)) for _ in range(3)]

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,10 +19,10 @@ from rotor_py import Checkpointable, Plan
 from rotor_py.errors import InvalidStateError
 from rotor_py.plan.observers import watched_steps
 from rotor_py.validate.verification import verify
-from tests.checkpointable.steps import CPU, Residual, planned_at, said_in, same_gradients, without_collector
+from tests.checkpointable.steps import CPU, Made, Residual, planned_at, said_in, same_gradients, without_collector
 from tests.fields import kinds, logged, raises
+from tests.training.test_concurrent import in_threads
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 VOCABULARY = 1024
 WORDS = torch.randint(VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(0))
 ROW = torch.ones(1, 256)
@@ -35,19 +34,15 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, 32), *blocks, nn.Linear(32, VOCABULARY))
 
 
-class Captured(nn.Module):
+class Captured(Made):
     """The same, but no chain: TorchDynamo captures it. It returns a dict, with tensors beside the logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = chain()
 
     def forward(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
         value = self.layers[:-1](words)
         return {"logits": self.layers[-1](value), "means": value.mean(-1)}
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"chain": chain, "captured": Captured}
+MODELS: dict[str, Callable[[], nn.Module]] = {"chain": chain, "captured": lambda: Captured(layers=chain())}
 
 
 def loss(output: Any) -> torch.Tensor:
@@ -225,15 +220,9 @@ def failing_backward(planned: Checkpointable) -> None:
     loss(output).backward()
 
 
-def in_a_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
 def backward_in_a_thread(planned: Checkpointable) -> None:
     value = loss(planned(WORDS))
-    in_a_thread(value.backward)
+    in_threads(value.backward)
     del value
     planned(WORDS)  # here the thread of the forward comes by again
 
@@ -291,7 +280,7 @@ def test_a_profiler_in_another_thread_runs_and_a_loss_is_compiled_beside_a_watch
             other.model(WORDS)
 
     output = planned_for()(WORDS)
-    in_a_thread(measure)
+    in_threads(measure)
     compiled(output).backward()
     assert other.budget is not None
     assert len(ran) == len(said_in(caplog)) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_cost, storage_bytes, storages
@@ -152,11 +152,6 @@ def peak(function: Callable[[torch.Tensor], torch.Tensor], around: Any = nullcon
     return meter.phases[""].peak
 
 
-class HandsOn(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("with_graph", [False, True])
 def test_gradients_are_predicted_to_be_added_in_place_where_the_engine_does(name: str, with_graph: bool) -> None:
@@ -164,7 +159,7 @@ def test_gradients_are_predicted_to_be_added_in_place_where_the_engine_does(name
     run()  # libraries allocate once for themselves
     measured = run()
     assert predicted(run) == pytest.approx(measured, abs=NUMBERS)
-    assert predicted(partial(run, around=HandsOn)) == predicted(run)
+    assert predicted(partial(run, around=BaseTorchDispatchMode)) == predicted(run)
 
 
 device = partial(PredictedDevice, kind="cpu", memory_bytes=10**12, seconds=lambda *call: 1.0)

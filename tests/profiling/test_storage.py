@@ -21,9 +21,9 @@ from rotor_profiling.storage import equal, storage_bytes, storages, tensors_in
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner
+from tests.checkpointable.steps import CPU
 from tests.fields import raises
 
-CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 128
 UNIT = ROWS * WIDTH * 4
 """Bytes of one activation."""
@@ -313,11 +313,6 @@ def test_scratch_of_one_parameter_is_that_of_its_own_step_and_the_others_need_th
     assert not optimizer.state
 
 
-class Exp(nn.Module):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value.exp()
-
-
 class Scratch(nn.Module):
     """Needs three units while it runs without a graph or with one, and keeps none of them."""
 
@@ -325,11 +320,6 @@ class Scratch(nn.Module):
         with torch.no_grad():
             torch.cat([value, value, value])
         return value.exp()
-
-
-class Halves(nn.Module):
-    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return value.exp().chunk(2, dim=1)
 
 
 class Slow(nn.Module, StageOffers):
@@ -345,11 +335,11 @@ class Slow(nn.Module, StageOffers):
 
 # Of a backward, the solver adds δ_{i+1} and δ_i itself.
 UNITS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
-    "saves its output": (Exp, {"activation": 1, "saved": 1, "forward_temp": 0, "nograd_temp": 0, "backward_temp": 0}),
-    "saves in the middle": (lambda: nn.Sequential(Exp(), Exp()), {"saved": 2, "forward_temp": 0, "nograd_temp": 1}),
+    "output": (nn.Tanh, {"activation": 1, "saved": 1, "forward_temp": 0, "nograd_temp": 0, "backward_temp": 0}),
+    "in the middle": (lambda: nn.Sequential(nn.Tanh(), nn.Tanh()), {"saved": 2, "forward_temp": 0, "nograd_temp": 1}),
     "scratch": (Scratch, {"saved": 1, "forward_temp": 2, "nograd_temp": 2}),
     "a view": (nn.Flatten, {"saved": 0, "forward_temp": 0, "nograd_temp": 0}),
-    "one memory": (Halves, {"activation": 1}),
+    "one memory": (lambda: lambda value: value.exp().chunk(2, dim=1), {"activation": 1}),
     "in place": (lambda: nn.Sequential(square(), nn.ReLU(inplace=True)), {"saved": 1}),
 }
 
@@ -398,16 +388,11 @@ def test_times_are_positive_and_time_for_the_output_is_a_part_of_the_forward() -
 
 @pytest.mark.gpu
 def test_on_cuda_a_stage_costs_whole_blocks(cuda: torch.device) -> None:
-    stage, value = Exp(), unit().detach().to(cuda).requires_grad_()
+    stage, value = nn.Tanh(), unit().detach().to(cuda).requires_grad_()
     found = cost(stage, value, device=cuda)
     assert (found.activation_bytes, found.saved_bytes) == (UNIT, UNIT)
     assert (found.input_released_bytes, found.output_released_bytes) == (UNIT, 0)
     assert found.forward_seconds > 0
-
-
-class InTwo(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return pair[0], pair[0] * pair[1]
 
 
 class Subclass(torch.Tensor):
@@ -419,8 +404,8 @@ FUNCTIONS: dict[str, tuple[Callable[[], Callable[[Any], Any]], Callable[[], Any]
     "saves its output": (nn.Sigmoid, unit),
     "saves neither": (lambda: lambda value: value + 1, unit),
     "a view": (lambda: lambda value: value.view(-1), unit),
-    "hands one on": (InTwo, lambda: (unit(), unit())),
-    "of one memory": (InTwo, lambda: (unit(),) * 2),
+    "hands one on": (lambda: lambda pair: (pair[0], pair[0] * pair[1]), lambda: (unit(), unit())),
+    "of one memory": (lambda: lambda pair: (pair[0], pair[0] * pair[1]), lambda: (unit(),) * 2),
     "a view of more": (nn.Tanh, lambda: torch.randn(64, 1, 32)[:, :, ::2].requires_grad_()),
     "without a gradient": (square, lambda: unit(requires_grad=False)),
     "indices": (lambda: nn.Embedding(16, 64), lambda: torch.randint(16, (64, 64))),
@@ -428,30 +413,24 @@ FUNCTIONS: dict[str, tuple[Callable[[], Callable[[Any], Any]], Callable[[], Any]
 }
 
 
-def freed_of_a_copy(function: Callable[[Any], Any], value: Any, input_bytes: int) -> tuple[int, int]:
-    """Bytes that a run frees of a copy of its input: when the input is dropped, and when the output is."""
-    with memory_meter(CPU) as meter:
-        meter.mark("copy")
-        copy = tree_map_only(torch.Tensor, torch.clone, leaves_of(value))
-        meter.mark("run")
-        output = function(copy)
-        graph = [each.grad_fn for each in tensors_in(output)]
-        meter.mark("input")
-        del copy
-        meter.mark("output")
-        del output
-        meter.mark("between")
-        del graph
-    known = meter.phases["copy"].kept == input_bytes
-    return max(0, -meter.phases["input"].kept) if known else 0, max(0, -meter.phases["output"].kept)
-
-
 @pytest.mark.parametrize("which", FUNCTIONS)
 def test_bytes_that_a_run_frees_are_those_that_a_copy_of_its_input_shows(which: str) -> None:
     make, value = FUNCTIONS[which]
     function, given = make(), value()
-    input_bytes = sum(storages(tensors_in(given)).values())
     found = cost(function, given)
-    freed, freed_with_output = freed_of_a_copy(function, given, input_bytes)
-    assert found.input_released_bytes == freed
-    assert found.output_released_bytes == min(freed_with_output, found.activation_bytes, found.saved_bytes)
+    with memory_meter(CPU) as meter:
+        meter.mark("copy")
+        copy = tree_map_only(torch.Tensor, torch.clone, leaves_of(given))
+        meter.mark("run")
+        output = function(copy)
+        graph = [each.grad_fn for each in tensors_in(output)]
+        meter.mark("input dropped")
+        del copy
+        meter.mark("output dropped")
+        del output
+        meter.mark("between")
+        del graph
+    copied, of_input, of_output = (meter.phases[name].kept for name in ("copy", "input dropped", "output dropped"))
+    known = copied == sum(storages(tensors_in(given)).values())
+    assert found.input_released_bytes == (max(0, -of_input) if known else 0)
+    assert found.output_released_bytes == min(max(0, -of_output), found.activation_bytes, found.saved_bytes)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable, Report, store_all
+from rotor_py import Checkpointable, Report
 from rotor_solver import Option, Sequence
 from rotor_solver.offload import Link, Moves
+from tests.checkpointable.steps import planned_at
 
 EVIL = "<script>[b]&'"
 
@@ -18,11 +19,7 @@ def model() -> Checkpointable:
     torch.manual_seed(0)
     names = ["first", "second", EVIL, "fourth", "fifth", "last"]
     layers = OrderedDict((name, nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for name in names)
-    model = Checkpointable(nn.Sequential(layers), loss=lambda output: output.square().mean())
-    model.measure(torch.randn(256, 64))
-    least, most = model.budget.least_bytes(), model.budget.peak_bytes(store_all(model.budget.chain))
-    model.compute_sequence(int(least + 0.4 * (most - least)))
-    return model
+    return planned_at(0.4, nn.Sequential(layers), torch.randn(256, 64), loss=lambda output: output.square().mean())
 
 
 @pytest.fixture(scope="package")

@@ -26,9 +26,7 @@ def network(fresh_grads: bool = True, **changes: Any) -> tuple[Checkpointable, t
     model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
     given = {"loss": square, "optimizer": optimizer, "fresh_grads": fresh_grads, **changes}
-    planned = Checkpointable(model, BATCH, **given)
-    planned.compute_sequence("1GB")
-    return planned, optimizer
+    return Checkpointable(model, BATCH, "1GB", **given), optimizer
 
 
 @pytest.fixture(scope="module")

@@ -154,10 +154,7 @@ def test_a_noisy_machine_is_told_of(factor: float, noisy: bool, monkeypatch: pyt
         add(times, kind, StageRun(((now, now),) * len(run.ways), run.node and (now, 2 * now)), **more)
 
     monkeypatch.setattr(StageTimes, "add", add_other)
-    model = Checkpointable(nn.Sequential(nn.Linear(4, 4)), mem_limit="1GB", cache=False)
-    model.measure(torch.randn(8, 4))
-    model.compute_sequence()
-    report = model.report()
+    report = Checkpointable(nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), "1GB", cache=False).report()
     shown = [" ".join(each.split()) for each in (str(report), html.unescape(report._repr_html_()))]
     assert all(("times vary by" in each) == noisy for each in shown)
     assert (report.measurement.spread >= NOISY) == noisy

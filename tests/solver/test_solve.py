@@ -75,22 +75,6 @@ def test_algorithms_by_name_and_as_objects() -> None:
             algorithm(5).solve(unit_chain(3), "4GB")
 
 
-@pytest.mark.parametrize(
-    ("limit", "options", "kind", "name"),
-    [
-        (-1, {}, "negative", "mem_limit"),
-        *((bad, {}, "not_bytes", "mem_limit") for bad in (math.nan, math.inf, "4GB", True, None)),
-        (10, {"slots": 0}, "not_a_count", "slots"),
-        (10, {"slots": 2.5}, "not_a_count", "slots"),
-        (10, {"algorithm": "best"}, "unknown_value", "algorithm"),
-        (10, {"work": "a second"}, "not_work", "work"),
-    ],
-)
-def test_bad_questions_are_refused_in_words(limit, options, kind: str, name: str) -> None:
-    with raises(ValueError, kind, name=name):
-        solve(unit_chain(3), limit, **options)
-
-
 STAGE = Stage(1, (Option(1, 1, 1),))
 
 
@@ -138,21 +122,30 @@ def test_wrong_types_are_refused_in_words(call, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "kind"),
+    ("call", "kind", "name"),
     [
-        (lambda: Link(None, 1), "not_a_rate"),
-        (lambda: simulate(unit_chain(1), [ForwardEnable([0])]), "not_an_operation"),
-        (lambda: simulate(unit_chain(1), [ForwardEnable(0, None)]), "not_an_operation"),
-        (lambda: store_all(unit_chain(1)).of_forwards(None), "not_a_count"),
-        (lambda: forward_steps(None, 1), "not_a_count"),
-        (lambda: plan_pipeline(unit_chain(2), 2, 5, 1, boundaries=["a"]), "no_such_stage"),
-        (lambda: plan_pipeline(unit_chain(2), 2, 5, 1, virtual_stages=np.ones(2)), "not_a_count"),
-        (lambda: simulate_forwards(unit_chain(1), [store_all(unit_chain(1))], [None, 0, 0]), "wrong_order"),
-        (lambda: plan_moves(unit_chain(1), store_all(unit_chain(1)), Link(1, 1), None), "not_bytes"),
+        (lambda: solve(unit_chain(3), -1), "negative", "mem_limit"),
+        *(
+            (lambda bad=bad: solve(unit_chain(3), bad), "not_bytes", "mem_limit")
+            for bad in (math.nan, math.inf, "4GB", True, None)
+        ),
+        (lambda: solve(unit_chain(3), 10, slots=0), "not_a_count", "slots"),
+        (lambda: solve(unit_chain(3), 10, slots=2.5), "not_a_count", "slots"),
+        (lambda: solve(unit_chain(3), 10, algorithm="best"), "unknown_value", "algorithm"),
+        (lambda: solve(unit_chain(3), 10, work="a second"), "not_work", "work"),
+        (lambda: Link(None, 1), "not_a_rate", "out_bytes_per_second"),
+        (lambda: simulate(unit_chain(1), [ForwardEnable([0])]), "not_an_operation", None),
+        (lambda: simulate(unit_chain(1), [ForwardEnable(0, None)]), "not_an_operation", None),
+        (lambda: store_all(unit_chain(1)).of_forwards(None), "not_a_count", "forwards"),
+        (lambda: forward_steps(None, 1), "not_a_count", "steps"),
+        (lambda: plan_pipeline(unit_chain(2), 2, 5, 1, boundaries=["a"]), "no_such_stage", "boundaries"),
+        (lambda: plan_pipeline(unit_chain(2), 2, 5, 1, virtual_stages=np.ones(2)), "not_a_count", "virtual_stages"),
+        (lambda: simulate_forwards(unit_chain(1), [store_all(unit_chain(1))], [None, 0, 0]), "wrong_order", "order"),
+        (lambda: plan_moves(unit_chain(1), store_all(unit_chain(1)), Link(1, 1), None), "not_bytes", "mem_limit"),
     ],
 )
-def test_wrong_numbers_are_refused_in_words(call, kind: str) -> None:
-    with raises(ValueError, kind):
+def test_wrong_numbers_are_refused_in_words(call, kind: str, name: str | None) -> None:
+    with raises(ValueError, kind, name=name):
         call()
 
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
 from rotor_profiling.torch_compat import SETTINGS, TorchDispatchMode, module_hooks, parametrize
 from rotor_py import Checkpointable
 from rotor_py.errors import StageChangedError
 from rotor_py.measure.budget import recomputes
-from tests.checkpointable.steps import square
+from tests.checkpointable.steps import planned_at, square
 from tests.fields import logged, raises
+from tests.training.test_any_step import Scaled
 
 WIDTH = 16
 Undo = Callable[[], object]
@@ -62,8 +62,7 @@ def batch() -> torch.Tensor:
 
 def at_least(model: nn.Module) -> Checkpointable:
     """The model, planned so that it recomputes as much as it can."""
-    planned = Checkpointable(model, batch(), "1GB", loss=square, fresh_grads=True)
-    planned.compute_sequence(planned.budget.least_bytes())
+    planned = planned_at(0.0, model, batch(), fresh_grads=True)
     assert recomputes(planned.sequence)
     return planned
 
@@ -97,6 +96,11 @@ def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
     return output
 
 
+def twice(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+    step(called, model)
+    return step(called, model)
+
+
 def hooked(model: nn.Sequential, register: str, hook: Callable[..., Any]) -> Undo:
     handles = [getattr(block.first, register)(hook) for block in model]
     return lambda: [each.remove() for each in handles]
@@ -124,12 +128,6 @@ def doubles() -> Undo:
     return partial(torch.set_default_dtype, torch.float32)
 
 
-class Scaled(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made * 1.25 if func is torch.tanh else made
-
-
 class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -148,7 +146,7 @@ WORLDS: dict[str, Callable[[nn.Sequential], Undo]] = {
     "a hook": lambda model: hooked(model, "register_forward_hook", lambda layer, given, made: made * 2),
     "a hook before": lambda model: hooked(model, "register_forward_pre_hook", lambda layer, given: (given[0] + 1,)),
     "a hook on all": lambda model: module_hooks.register_module_forward_hook(lambda layer, _, made: made * 1.5).remove,
-    "a function mode": lambda model: entered(Scaled()),
+    "a function mode": lambda model: entered(Scaled(1.25)),
     "a dispatch mode": lambda model: entered(Dispatched()),
     "a dtype": lambda model: doubles(),
     "evaluation": lambda model: model.eval().train,
@@ -242,11 +240,6 @@ class Leaf(nn.Linear):
 
 @pytest.mark.parametrize("freezes", [True, False])
 def test_a_forward_may_freeze_its_weight_or_make_a_leaf(freezes: bool) -> None:
-    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
-        output = called(batch())
-        square(output).backward()
-        return output
-
     compared(step, lambda: torch.manual_seed(0) and nn.Sequential(*(Leaf(freezes) for _ in range(5))))
 
 
@@ -270,13 +263,7 @@ class Reading(nn.Module):
 
 @pytest.mark.parametrize("how", ["mean", "count", "evaluation"])
 def test_statistics_that_a_stage_reads_are_put_back_for_a_recomputation(how: str) -> None:
-    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
-        for _ in range(2):
-            output = called(batch())
-            square(output).backward()
-        return output
-
-    compared(step, lambda: torch.manual_seed(0) and nn.Sequential(*(Reading(how) for _ in range(5))))
+    compared(twice, lambda: torch.manual_seed(0) and nn.Sequential(*(Reading(how) for _ in range(5))))
     assert not any(traits.reads_statistics for traits in planned_once().plan().traits)
 
 
@@ -356,14 +343,13 @@ def test_generators_of_others_draw_the_same_and_measuring_does_not_move_them() -
         draws = [lambda: float(generator.uniform(0.5, 1.5)), lambda: float(source.old.uniform(0.5, 1.5))]
         return nn.Sequential(*(Drawing(draws[each % 2]) for each in range(6)))
 
-    compared(lambda *given: [step(*given) for _ in range(2)][-1], drawing)
+    compared(twice, drawing)
 
 
 def test_a_stage_that_does_something_else_every_time_is_stored_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
     counts = itertools.count(1)
     model = nn.Sequential(*(Drawing(lambda: 1 / next(counts)) for _ in range(2)), *network())
-    planned = Checkpointable(model, batch(), "1GB", loss=square, fresh_grads=True)
-    planned.compute_sequence(planned.budget.least_bytes())
+    planned = planned_at(0.0, model, batch(), fresh_grads=True)
     assert planned.inspection_values.unrepeatable == (0, 1)
     (told,) = logged(caplog, "not_reproducible")
     assert told.subject == "0"

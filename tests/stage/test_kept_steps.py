@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from rotor_profiling.storage import tensors_in
 from rotor_py import Checkpointable, PlanMismatchError
 from rotor_py.stage.compression import FEWER_BITS, Packed, word_of
 from rotor_py.stage.saved_tensors import HandingOver, Need, Saved
-from rotor_solver import ForwardEnable, Sequence
-from tests.capture.steps import adamw, compare
+from tests.capture.steps import adamw, compare, with_options
 from tests.capture.test_partial_saving import WIDTH, Attention, Gated, NewGelu
 from tests.checkpointable.steps import Stack, between, square
 from tests.fields import raises
+
+pytestmark = pytest.mark.usefixtures("any_clock")
 
 
 class Residual(nn.Module):
@@ -76,23 +76,15 @@ def measured(make: Callable[[], Any], **options: Any) -> tuple[Checkpointable, n
     torch.manual_seed(0)
     model, batch = make()
     model.train()
-    optimizer = adamw(model)
-    planned = Checkpointable(model, loss=square, optimizer=optimizer, fresh_grads=True, **options)
-    planned.measure(batch)
+    planned = Checkpointable(model, batch, loss=square, optimizer=adamw(model), fresh_grads=True, **options)
     return planned, copy.deepcopy(model), batch
-
-
-@pytest.fixture(autouse=True)
-def _any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
 
 
 def stored_by(planned: Checkpointable, wanted: Callable[[str], bool], limit: int = 10**9) -> int:
     """Have the plan store each stage by the first way that is wanted, where it stores it; how many these are."""
     solved, names = planned.compute_sequence(limit), planned.inspection_values.way_names
     options = [next((1 + at for at, name in enumerate(each) if wanted(name)), 0) for each in names]
-    by = lambda each: replace(each, option=options[each.stage]) if isinstance(each, ForwardEnable) else each  # noqa: E731
-    planned.sequence = Sequence(map(by, solved))
+    planned.sequence = with_options(solved, options.__getitem__)
     return sum(map(bool, options))
 
 

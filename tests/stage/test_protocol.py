@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,10 +30,10 @@ from rotor_py.stage.protocol import Keeper, Run, StageOffers, Trial, base_of, bo
 from rotor_py.stage.replayed_routing import decisions_recorded, decisions_repeated
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.skipped_output import forward_skipping_output
-from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage, recompute_all
-from tests.capture.steps import adamw, compare
+from rotor_solver import Chain, Option, Sequence, Stage, recompute_all
+from tests.capture.steps import adamw, compare, with_options
 from tests.capture.test_partial_saving import WIDTH, Gated, captured
-from tests.checkpointable.steps import Stack, square
+from tests.checkpointable.steps import Made, Stack, planned_at, square
 from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.fields import raises
 from tests.solver.strategies import unit_chain
@@ -250,15 +249,13 @@ def in_turn(planned: Checkpointable) -> Sequence:
     solved = planned.compute_sequence(10**9)
     stages = planned.budget.chain.stages
     last = [max(0, len(stage.options) - 1 - number % 2) for number, stage in enumerate(stages)]
-    by = lambda each: replace(each, option=last[each.stage]) if isinstance(each, ForwardEnable) else each  # noqa: E731
-    return Sequence(map(by, solved))
+    return with_options(solved, last.__getitem__)
 
 
 @pytest.mark.usefixtures("_two_keepers")
 def test_a_chain_of_layers_is_stored_by_ways_that_need_nothing_of_it_inside_the_predicted_peak() -> None:
     model, batch = nn.Sequential(Gated(), Gated(), Left(), Gated()).train(), torch.randn(256, WIDTH)
-    planned = Checkpointable(model, loss=square, optimizer=adamw(model), fresh_grads=True)
-    planned.measure(batch)
+    planned = Checkpointable(model, batch, loss=square, optimizer=adamw(model), fresh_grads=True)
     assert not planned.captured
     names = planned.inspection_values.way_names
     assert {name for each in names for name in each} <= {"half written", "written"}
@@ -349,9 +346,7 @@ PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convol
 class Products(TorchDispatchMode):
     """Counts the products of matrices, and the convolutions, that are really computed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += str(func.overloadpacket) in PRODUCTS and args[0].device.type != "meta"
@@ -430,12 +425,7 @@ def test_what_is_stored_on_the_way_back_is_computed() -> None:
     assert all(map(torch.equal, *([p.grad for p in each.parameters()] for each in (model, twin))))
 
 
-class Block(nn.Module):
-    def __init__(self, ending: str) -> None:
-        super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
-        self.ending = ending
-
+class Block(Made):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         inner = self.narrow(F.gelu(self.wide(self.norm(value))))
         match self.ending:
@@ -454,12 +444,11 @@ class Block(nn.Module):
 @cache
 def captured_blocks() -> Checkpointable:
     """Blocks with each ending; measured, for as many recomputations as there can be."""
-    blocks = Stack(*map(Block, ("dropout", "dropout", "matmul", "in place", "square")))
+    layers = ({"norm": nn.LayerNorm(8), "wide": nn.Linear(8, 32), "narrow": nn.Linear(32, 8)} for _ in range(5))
+    endings = ("dropout", "dropout", "matmul", "in place", "square")
+    blocks = Stack(*(Block(ending=ending, **each) for ending, each in zip(endings, layers, strict=True)))
     nn.init.ones_(blocks.layers[1].wide.weight)
-    planned = Checkpointable(blocks, loss=square, granularity=5)
-    planned.measure(torch.randn(64, 8, requires_grad=True))
-    planned.compute_sequence(planned.budget.least_bytes())
-    return planned
+    return planned_at(0.0, blocks, torch.randn(64, 8, requires_grad=True), granularity=5)
 
 
 def test_captured_stages_skip_what_goes_into_their_output_alone() -> None:

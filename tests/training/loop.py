@@ -12,21 +12,18 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, store_all
-from tests.checkpointable.steps import planned_at, square
+from tests.checkpointable.steps import Tower, planned_at, square
 
 F = nn.functional
 
 
-class Mixer(nn.Module):
+class Mixer(Tower):
     """Written by hand, with a residual in every layer, BatchNorm and dropout: captured, since it is no chain."""
 
     def __init__(self, depth: int = 5, width: int = 32, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.entry = nn.Linear(12, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        super().__init__(width, depth, dropout)
+        self.entry, self.head = nn.Linear(12, width), nn.Linear(width, 4)
         self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(depth))
-        self.head = nn.Linear(width, 4)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = self.entry(value)

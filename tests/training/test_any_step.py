@@ -216,9 +216,8 @@ class Steps(RuleBasedStateMachine):
         def planned(**options: Any) -> Checkpointable:
             torch.manual_seed(0)
             # Gradients are not freed in a step: its second pass finds those of the first.
-            found = Checkpointable(type(self).made_by(), loss=square, **options)
-            found.measure(rows(LARGEST, 0).requires_grad_(gradient))
-            return found
+            sample = rows(LARGEST, 0).requires_grad_(gradient)
+            return Checkpointable(type(self).made_by(), sample, loss=square, **options)
 
         probe = planned(forwards_in_flight=MOST, mem_limit="1GB")
         self.least, self.stored = probe.budget.least_bytes(), probe.report().store_all_bytes

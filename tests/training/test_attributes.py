@@ -25,74 +25,11 @@ from rotor_py.stage.runner import StageRunner
 from rotor_py.validate.verification import verify
 from rotor_solver import Backward, Loss, Sequence
 from tests.capture.steps import assert_same_step
-from tests.checkpointable.steps import CPU, Residual, planned_at, square, step_peak
+from tests.checkpointable.steps import CPU, Made, Residual, planned_at, square, step_peak
 from tests.execute.sequences import everything_again
 from tests.fields import logged, raises
 from tests.training.loop import Training, differences, planned
 from tests.training.test_concurrent import KINDS, made
-
-
-class _Layer(nn.Module):
-    """Depends on how often it was called, and on what it made of its last batch."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 16)
-        self.kind = kind
-        self.calls, self.rate = 0, 1.0
-        self.seen: list[float] = []
-        self.state: torch.Tensor | None = None
-        self.total = torch.zeros(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.outer(torch.tanh(self.inner(x)))
-        match self.kind:
-            case "count":
-                self.calls += 1
-                self.rate *= 0.9
-                return y * (self.calls + self.rate)
-            case "list":
-                self.seen.append(float(len(self.seen)))
-                return y * sum(self.seen)
-            case "state":
-                y = y if self.state is None else y + self.state
-                self.state = y.detach().mean(0)
-                return y
-            case "module":
-                self.last = nn.Tanh()  # another module in every forward
-                return self.last(y)
-            case _:
-                self.total += y.detach().mean()
-                return y * self.total
-
-
-def _attributes(model: nn.Module) -> list[Any]:
-    layers = [each for each in model.modules() if isinstance(each, _Layer)]
-    tensors = [[None if t is None else t.tolist() for t in (each.state, each.total)] for each in layers]
-    return [tensors, [(each.calls, each.rate, list(each.seen)) for each in layers]]
-
-
-@pytest.mark.parametrize("options", [{}, {"on_oom": "replan"}])
-def test_numbers_and_attributes_are_those_of_plain_training(options: dict[str, Any]) -> None:
-    kinds = ("count", "list", "state", "sum", "module")
-    plain, x = nn.Sequential(*map(_Layer, kinds)), torch.randn(64, 16)
-    model = copy.deepcopy(plain)
-    planned = planned_at(1.0, model, x, fresh_grads=True, cache=False, **options)
-    planned.sequence = everything_again(len(kinds))
-    for step in range(4):
-        assert_same_step(planned, plain, x)
-        assert _attributes(model) == _attributes(plain), step
-
-
-def test_layers_that_count_are_of_one_kind_and_verification_moves_no_attribute() -> None:
-    model, x = nn.Sequential(*(_Layer("count") for _ in range(6))), torch.randn(64, 16)
-    planned = planned_at(0.5, model, x, fresh_grads=True, cache=False)
-    planned(x).sum().backward()
-    assert len(set(planned.report().measurement.stages[1:-1])) == 1
-    before = _attributes(model)
-    (found,) = verify(planned, torch.randn(64, 16), loss=square)
-    assert found.max_grad_difference == 0
-    assert _attributes(model) == before
 
 
 class _Balanced(nn.Module):
@@ -326,23 +263,61 @@ class Everything(nn.Module):
         self.cache: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.state[0]
         self.calls += 1
         self.stats["shapes"].append(tuple(x.shape))
         self.stats["calls"] = self.calls
         self.last.append(self.calls)
         self.names.add(str(self.calls))
-        self.total += x.detach().sum()
-        self.state = self.state + 1
+        self.total += x.detach().mean()
+        self.state = self.state + x.detach().mean()
         self.output = Refusing(output=self.calls)
         self.made = self.calls
+        self.act = nn.Tanh()  # another module in every forward
         if self.cache is None:
             self.cache = torch.ones(3)
-        return x * self.calls
+        return self.act(x) * (self.calls + len(self.stats["shapes"]) / 8 + self.total[0])
 
 
 def present(layer: Everything) -> dict[str, Any]:
     names = ("calls", "stats", "last", "names", "total", "state", "output", "cache")
     return {name: str(getattr(layer, name)) for name in names} | {"made": getattr(layer, "made", None)}
+
+
+def blocks(count: int) -> nn.Sequential:
+    return nn.Sequential(*(Residual(nn.Linear(16, 16), Everything()) for _ in range(count)))
+
+
+def all_present(model: nn.Module) -> list[dict[str, Any]]:
+    return [present(each) for each in model.modules() if isinstance(each, Everything)]
+
+
+@pytest.mark.parametrize("options", [{}, {"on_oom": "replan"}])
+def test_numbers_and_attributes_are_those_of_plain_training(options: dict[str, Any]) -> None:
+    plain, x = blocks(5), torch.randn(64, 16)
+    model = copy.deepcopy(plain)
+    planned = planned_at(1.0, model, x, fresh_grads=True, cache=False, **options)
+    planned.sequence = everything_again(5)
+    for step in range(4):
+        assert_same_step(planned, plain, x)
+        assert all_present(model) == all_present(plain), step
+
+
+class Counting(Made):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+def test_layers_that_count_are_of_one_kind_and_verification_moves_no_attribute() -> None:
+    model, x = nn.Sequential(*(Counting(inner=nn.Linear(16, 16), calls=0) for _ in range(6))), torch.randn(64, 16)
+    planned = planned_at(0.5, model, x, fresh_grads=True, cache=False)
+    planned(x).sum().backward()
+    assert len(set(planned.report().measurement.stages[1:-1])) == 1
+    before = [each.calls for each in model]
+    (found,) = verify(planned, torch.randn(64, 16), loss=square)
+    assert found.max_grad_difference == 0
+    assert [each.calls for each in model] == before
 
 
 def test_all_is_put_back_and_containers_and_tensors_are_the_same_objects() -> None:
@@ -399,12 +374,8 @@ def test_measuring_restores_everything_except_a_cache(around: bool) -> None:
     assert {**present(layer), "made": None} == before
 
 
-class Late(nn.Module):
+class Late(Made):
     """Writes into a tensor from its second run on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total, self.calls = torch.zeros(1), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -414,7 +385,7 @@ class Late(nn.Module):
 
 
 def test_a_tensor_that_is_written_to_for_the_first_time_is_refused_once() -> None:
-    layer = Late()
+    layer = Late(total=torch.zeros(1), calls=0)
 
     def run() -> Attributes:
         found, _ = Attributes(layer), layer(torch.ones(1))

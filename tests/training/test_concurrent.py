@@ -107,8 +107,7 @@ def test_what_is_measured_while_another_thread_trains_is_what_is_measured_alone(
 
 
 def measured(model: nn.Module) -> tuple[object, ...]:
-    network = Checkpointable(model, loss=square)
-    network.measure(rows())
+    network = Checkpointable(model, rows(), loss=square)
     sizes = [(s.activation_bytes, s.saved_bytes, s.forward_temp_bytes, s.backward_temp_bytes)
              for s in network.inspection_values.stages]  # fmt: skip
     return (network.budget.least_bytes(), *sizes)

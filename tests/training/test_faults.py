@@ -16,7 +16,7 @@ from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.stage.error_context import add_note
-from tests.checkpointable.steps import CPU, Residual, same_gradients, square, without_collector
+from tests.checkpointable.steps import CPU, Applies, Residual, planned_at, same_gradients, square, without_collector
 from tests.execute.starved import AtOperators, notes
 from tests.training import tripping
 from tests.training.loop import differences, planned, rows
@@ -230,16 +230,10 @@ def test_an_operator_that_fails_in_a_graph_keeps_its_traceback_and_leaves_no_mod
     assert capfd.readouterr().err == ""
 
 
-class Root(nn.Module):
-    """Its gradient is not a number where its input is zero."""
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return (value.relu().sqrt() * 0).sum() + value
-
-
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning", "ignore:Anomaly Detection has been:UserWarning")
 def test_anomaly_detection_finds_what_it_finds_in_plain_training_and_the_stage_is_named() -> None:
-    plain = nn.Sequential(nn.Linear(12, 32), Root(), *[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+    root = Applies(function=lambda value: (value.relu().sqrt() * 0).sum() + value)  # gradients that are no numbers
+    plain = nn.Sequential(nn.Linear(12, 32), root, *[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
     network = planned(copy.deepcopy(plain))
     found = []
     for each in (plain, network):
@@ -282,10 +276,8 @@ def test_out_of_memory_on_a_device_names_the_stage_and_a_smaller_batch_trains_af
     """A step that fits, then one in which a stage needs more than the allocator may have when it is run again."""
     layers = [nn.Sequential(Greedy(1024, 1024), nn.GELU()) for _ in range(8)]
     plain = nn.Sequential(*layers).to(cuda)
-    network = Checkpointable(copy.deepcopy(plain), loss=square)
     batch = torch.randn(8192, 1024, device=cuda)
-    network.measure(batch)
-    network.compute_sequence(network.budget.least_bytes())
+    network = planned_at(0.0, copy.deepcopy(plain), batch)
     square(network(batch)).backward()
     network.zero_grad()
     before = torch.cuda.memory_allocated(cuda)

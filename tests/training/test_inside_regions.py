@@ -15,10 +15,7 @@ from rotor_py import Checkpointable
 from tests.checkpointable.steps import CPU, Tower, planned_at, square
 from tests.fields import logged, raises
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # TorchDynamo looks at it
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),  # said of a reentrant region in another
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of a region in another
 WIDTH, ROWS = 32, 256
 
 

@@ -96,8 +96,7 @@ def assert_trains_the_same(make, share, *, step_in_backward=False, plan=Checkpoi
     torch.cuda.empty_cache()
     optimizer = adamw(model, **of_adamw)
     steps = {"step_in_backward" if step_in_backward else "optimizer": optimizer}
-    planned = Checkpointable(model, loss=square, fresh_grads=True, watch=False, cache=False, **steps, **options)
-    planned.measure(batch)
+    planned = Checkpointable(model, batch, loss=square, fresh_grads=True, watch=False, cache=False, **steps, **options)
     limit = between(planned, share)
     plan(planned, limit)
     peaks = train(planned, optimizer, batch)

@@ -15,7 +15,7 @@ from rotor_py.errors import PlanMismatchError
 from rotor_py.plan.step_in_backward import SpentGradientError
 from rotor_solver import Sequence, store_all
 from tests.capture.steps import adamw
-from tests.checkpointable.steps import between, said_in, square, step_peak
+from tests.checkpointable.steps import Made, between, said_in, square, step_peak
 from tests.execute.test_moving import same
 from tests.fields import raises
 from tests.training.loop import differences, flat
@@ -363,12 +363,8 @@ def test_gradients_that_are_gone_take_no_memory_and_go_with_the_step(planned: Ch
     assert all(each.grad is None for each in parameters)
 
 
-class Borrows(nn.Module):
-    """Uses the weight of a layer without training it; the layer is its own if it is `registered`."""
-
-    def __init__(self, other: nn.Linear, *, registered: bool) -> None:
-        super().__init__()
-        self.other = nn.ModuleList([other]) if registered else [other]
+class Borrows(Made):
+    """Uses the weight of a layer without training it; the layer is its own if it is in an `nn.ModuleList`."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value @ self.other[0].weight.detach()
@@ -376,7 +372,8 @@ class Borrows(nn.Module):
 
 def borrowing(*, registered: bool) -> nn.Sequential:
     last = nn.Linear(16, 16)
-    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Borrows(last, registered=registered), nn.Tanh(), last)
+    borrows = Borrows(other=nn.ModuleList([last]) if registered else [last])
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), borrows, nn.Tanh(), last)
 
 
 def test_a_parameter_that_an_earlier_stage_has_detached_waits_for_it_and_another_layers_is_refused() -> None:

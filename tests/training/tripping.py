@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from tests.checkpointable.steps import square
+from tests.checkpointable.steps import Tower, square
 from tests.training.loop import rows
 
 F = nn.functional
@@ -64,25 +64,19 @@ class Tripping(nn.Module):
         return value * self.scale
 
 
-class Caught(nn.Module):
+class Caught(Tower):
     """Captured. The layer that fails does so inside an autocast region."""
 
     def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.entry = nn.Linear(12, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.inner = nn.Linear(width, width)
-        self.trip = Tripping()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        super().__init__(width, 4, 0.2)
+        self.entry, self.norm = nn.Linear(12, width), nn.BatchNorm1d(width)
+        self.inner, self.trip = nn.Linear(width, width), Tripping()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = F.dropout(self.norm(self.entry(value)), 0.2, self.training)
         with torch.autocast("cpu", torch.bfloat16):
             value = self.trip(F.gelu(self.inner(value)))
-        value = value.float()
-        for layer in self.layers:
-            value = value + F.dropout(F.gelu(layer(value)), 0.2, self.training)
-        return value
+        return super().forward(value.float())
 
 
 def chain(width: int = 32) -> nn.Sequential:

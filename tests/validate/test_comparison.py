@@ -15,8 +15,9 @@ from rotor_py.measure.measurement import Way
 from rotor_py.validate.comparison import EVERY, OneWay, at_limit, leanest, named, one_way_each, strategies
 from rotor_solver import ForwardEnable, Periodic, Persistent, StoreAll, simulate, store_all
 from rotor_solver.offload import Link
-from tests.checkpointable.steps import Residual, between
+from tests.checkpointable.steps import Residual, between, planned_at
 from tests.fields import raises
+from tests.solver import plans
 from tests.solver.strategies import unit_chain
 
 
@@ -25,8 +26,7 @@ def blocks(number: int) -> nn.Sequential:
 
 
 def test_a_plan_is_compared_with_every_strategy_at_its_limit_if_it_has_one() -> None:
-    network = Checkpointable(blocks(6), torch.randn(64, 64), loss=torch.sum)
-    network.compute_sequence(between(network, 0.5))
+    network = planned_at(0.5, blocks(6), torch.randn(64, 64), loss=torch.sum)
     report = network.report()
     told: list[tuple[int, int, str]] = []
     plan, *others = compare(network, progress=lambda *state: told.append(state))
@@ -112,10 +112,7 @@ def test_a_row_is_found_among_its_options_alone_and_has_their_numbers_in_the_cha
     assert isinstance(packed, OneWay)
     assert packed.options == ((0, 2),) * 4
     for algorithm in algorithms.values():
-        with pytest.raises(InfeasibleError) as refused:
-            algorithm.solve(chain, 0)
-        least = refused.value.min_bytes
-        assert simulate(chain, algorithm.solve(chain, least)).peak <= least
+        plans.least_limit(algorithm, chain)
 
 
 def test_what_moves_is_compared_as_well(tmp_path: Path) -> None:

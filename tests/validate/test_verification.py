@@ -1,6 +1,5 @@
 """Real steps beside plain ones, their operations, and what they leave behind, which is nothing."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,16 +13,13 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.validate.steps import TimedOperation, measured_operations
 from rotor_py.validate.verification import Rounded, Verification, default_loss
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, moments
-from tests.checkpointable.steps import Tower, between, square
+from tests.capture.steps import with_options
+from tests.checkpointable.steps import Applies, Made, Tower, planned_at, square
 from tests.fields import raises
 
 
-class Expanded(nn.Module):
+class Expanded(Made):
     """Has a buffer that is one number seen many times, which cannot be written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ones", torch.ones(1).expand(32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.ones
@@ -32,7 +28,7 @@ class Expanded(nn.Module):
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Tanh()) for _ in range(5)]
-    return nn.Sequential(*layers, Expanded())
+    return nn.Sequential(*layers, Expanded(ones=nn.Buffer(torch.ones(1).expand(32))))
 
 
 def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -45,8 +41,7 @@ def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
 def test_a_plan_is_verified_and_nothing_is_left_of_the_steps(steps_before: int) -> None:
     plain, batch = model(), torch.randn(256, 32)
     optimizer = torch.optim.Adam(plain.parameters(), foreach=True)
-    network = Checkpointable(plain, batch, loss=square, optimizer=optimizer)
-    network.compute_sequence(between(network, 0.4))
+    network = planned_at(0.4, plain, batch, optimizer=optimizer)
     for _ in range(steps_before):
         square(plain(batch)).backward()
         optimizer.step()
@@ -73,8 +68,7 @@ def test_a_plan_is_verified_and_nothing_is_left_of_the_steps(steps_before: int) 
 def test_of_a_captured_model_the_graph_runs_without_a_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its operators round otherwise than the model's own code is noise, and no fault of the plan."""
     batch = torch.randn(64, 32)
-    network = Checkpointable(Tower(32, 4), batch, loss=square)
-    network.compute_sequence(between(network, 0.5))
+    network = planned_at(0.5, Tower(32, 4), batch)
     ran = []
     whole = CapturedGraph.run_unplanned
     monkeypatch.setattr(CapturedGraph, "run_unplanned", lambda *given: ran.append(1) or whole(*given))
@@ -118,15 +112,14 @@ class Normed(nn.Sequential):
         return x + super().forward(x).sin()
 
 
-def test_differences_of_gradients_are_told_and_no_problem_unless_beyond_rounding(monkeypatch) -> None:
-    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
+@pytest.mark.usefixtures("any_clock")
+def test_differences_of_gradients_are_told_and_no_problem_unless_beyond_rounding() -> None:
     torch.manual_seed(0)
     batch = torch.randn(64, 64)
     network = Checkpointable(nn.Sequential(Normed(), Normed()), batch, mem_limit="1GB", keep="bf16")
     (exact,) = verify(network, batch)
     assert (exact.rounded, exact.max_grad_difference) == (None, 0)
-    rounding = (replace(each, option=1) if isinstance(each, ForwardEnable) else each for each in network.sequence)
-    network.sequence = Sequence(tuple(rounding))
+    network.sequence = with_options(network.sequence, lambda _: 1)
     (found,) = verify(network, batch)
     assert 0 < found.rounded.gradient_error < 0.01
     assert found.rounded.buffer_difference == 0
@@ -150,12 +143,6 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(4)))
 
 
-def planned(model: nn.Module, share: float) -> Checkpointable:
-    found = Checkpointable(model, BATCH, loss=square)
-    found.compute_sequence(between(found, share))
-    return found
-
-
 def operations(model: Checkpointable, step: Any = None) -> tuple[TimedOperation, ...]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -170,7 +157,7 @@ def operations(model: Checkpointable, step: Any = None) -> tuple[TimedOperation,
 
 @pytest.mark.parametrize(("network", "share"), [(blocks, 0.5), (blocks, 1.0), (lambda: Tower(256, 5), 0.5)])
 def test_a_step_does_what_the_plan_says_in_the_memory_that_it_predicts(network: Any, share: float) -> None:
-    model = planned(network(), share)
+    model = planned_at(share, network(), BATCH)
     found = operations(model)
     predicted = moments(model.budget.chain, model.sequence)
     assert [(ran.operation, ran.again) for ran in found] == [(moment.operation, moment.again) for moment in predicted]
@@ -187,18 +174,11 @@ def test_a_step_does_what_the_plan_says_in_the_memory_that_it_predicts(network: 
 
 
 def test_backwards_that_no_gradient_reaches_and_the_second_gradient_of_a_stage_are_left_out() -> None:
-    model = planned(blocks(), 1.0)
+    model = planned_at(1.0, blocks(), BATCH)
     found = operations(model, lambda: model(BATCH))
     assert [type(ran.operation) for ran in found] == [ForwardEnable] * len(model.names) + [Loss]
 
-    class Two(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return x * 2, x * 3
-
-    class Sum(nn.Module):
-        def forward(self, pair: Any) -> torch.Tensor:
-            return pair[0] + pair[1]
-
-    model = planned(nn.Sequential(nn.Linear(256, 9), Two(), Sum(), nn.Linear(9, 9)), 1.0)
+    two = Applies(function=lambda value: (value * 2, value * 3))
+    model = planned_at(1.0, nn.Sequential(nn.Linear(256, 9), two, Applies(function=sum), nn.Linear(9, 9)), BATCH)
     model.sequence = Sequence.parse("Fe_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, B_0")
     assert [ran.operation for ran in operations(model)] == list(model.sequence)

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from rotor_py import InfeasibleError, memory_budget
 from rotor_py.compile.partitioner import BudgetPartitioner
+from tests.checkpointable.steps import Made
 from tests.compile.partition.compiled_steps import Loss, take_step
 from tests.fields import logged, raises, warns
 
@@ -104,13 +105,8 @@ def test_backends_that_do_not_partition_and_other_partitioners_are_refused() -> 
         memory_budget("plenty")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own, of what goes on after a break
 def test_graph_breaks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = chain(), chain()
-
+    class Broken(Made):
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             value = self.first[0](value)
             torch._dynamo.graph_break()
@@ -118,7 +114,7 @@ def test_graph_breaks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
 
     budget = int(least_of() * 1.8)
     with memory_budget(budget):
-        torch.compile(Broken(), backend="aot_eager")(torch.randn(256, WIDTH)).backward()
+        torch.compile(Broken(first=chain(), second=chain()), backend="aot_eager")(torch.randn(256, WIDTH)).backward()
     assert logged(caplog, "graphs_over_budget", graphs=2)
 
 

@@ -134,21 +134,6 @@ def test_the_estimated_peak_is_near_that_of_fused_code(monkeypatch: pytest.Monke
     assert weight.peak < bound.weight.peak
 
 
-def names_in_registers(function: Any) -> list[str]:
-    """The operators of `function` of a square whose values stay in registers."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    module = make_fx(function, tracing_mode="fake")(torch.randn(8, 8))
-    steps: dict[fx.Node, Run] = {}
-    for node in module.graph.nodes:
-        if node.op == "call_function":
-            steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
-    ends = {steps[each] for each in module.graph.output_node().all_input_nodes}
-    runs = list(steps.values())
-    inside = in_registers(JointGraph(module, 1), runs, ends)
-    return [str(run.node) for run in runs if run in inside]
-
-
 def read_on_both_sides(x: torch.Tensor) -> torch.Tensor:
     read_twice = torch.exp(x)
     return (torch.tanh(read_twice) @ x).sin() + read_twice
@@ -166,7 +151,16 @@ def read_on_both_sides(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_value_stays_in_registers_if_one_kernel_makes_and_reads_it(function: Any, names: list[str]) -> None:
-    assert names_in_registers(function) == names
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = make_fx(function, tracing_mode="fake")(torch.randn(8, 8))
+    steps: dict[fx.Node, Run] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
+    ends = {steps[each] for each in module.graph.output_node().all_input_nodes}
+    inside = in_registers(JointGraph(module, 1), list(steps.values()), ends)
+    assert [str(node) for node, run in steps.items() if run in inside] == names
 
 
 WIDTH = 16

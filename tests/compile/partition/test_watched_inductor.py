@@ -14,10 +14,10 @@ from rotor_profiling import watch_step
 from rotor_py import memory_budget
 from rotor_py.compile.memory_budget import GraphWatch, WatchedGraph
 from rotor_py.compile.partitioner import BudgetPartitioner
+from tests.checkpointable.steps import CPU
 from tests.compile.partition.compiled_steps import Block, Loss, take_step
 from tests.fields import logged
 
-CPU = torch.device("cpu")
 UNIT = 4 * 2**16
 SCALARS = 100
 BUDGET = 4 * UNIT + SCALARS
