@@ -65,10 +65,15 @@ class AttachedStage:
             found = iter(torch.autograd.grad(roots, needed, arriving, retain_graph=retain_graph, allow_unused=True))
         return [None if source is None else next(found) for source in sources]
 
-    def refuse_other_leaves(self, *own: torch.Tensor) -> None:
+    def refuse_other_leaves(self, *own: torch.Tensor, makes_leaves: bool) -> None:
+        """Raise InvalidStateError if the graph ends at other parameters, or leaves, unless the run may have made these.
+
+        What an earlier run has left in an attribute was not made in this one.
+        """
         known = {id(tensor) for tensor in (*own, *self.parameters)}
         for leaf in leaves_behind(self.outputs):
-            if id(leaf) not in known:
+            made = makes_leaves and type(leaf) is torch.Tensor and not _is_left(leaf)
+            if id(leaf) not in known and not made:
                 shape = f"{tuple(leaf.shape)}, maybe through an attribute of another layer; its gradient would be lost"
                 text = f"stage {self.name!r} must own its parameters: it uses another of shape {shape}"
                 raise InvalidStateError(text, kind="foreign_parameter", name=self.name)
@@ -87,6 +92,12 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
         if leaf is not None:
             yield leaf
         pending.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _is_left(leaf: torch.Tensor) -> bool:
+    """Whether a run has put a leaf into an attribute of a module of `leaving`."""
+    tables = [vars(module) for module in leaving if isinstance(module, nn.Module)]
+    return any(leaf is each for table in tables for each in tensors_in(list(table.values())))
 
 
 def _trains(tensor: torch.Tensor) -> bool:
@@ -316,7 +327,7 @@ class StageRunner:
             outputs, made_by = edges_and_owners((output, kept))
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + made_by, self.name, len(kept))
         if self.open or (leaving and not isinstance(self.function, HasKind)):  # a walk through the whole graph
-            attached.refuse_other_leaves(origin, *owned_tensors(self.function))
+            attached.refuse_other_leaves(origin, *owned_tensors(self.function), makes_leaves=not self.open)
         return attached, output, found
 
     def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:

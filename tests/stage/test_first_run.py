@@ -238,8 +238,16 @@ class Leaf(nn.Linear):
         return torch.tanh(super().forward(value + torch.ones(WIDTH, requires_grad=not self.freezes)))
 
 
+class Leaving(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.left = torch.tanh(value)
+        return self.left
+
+
 @pytest.mark.parametrize("freezes", [True, False])
 def test_a_forward_may_freeze_its_weight_or_make_a_leaf(freezes: bool) -> None:
+    leaving = Leaving()  # the modules of another model put tensors into attributes
+    planned_at(0.0, nn.Sequential(leaving, nn.Linear(WIDTH, WIDTH)), batch())
     compared(step, lambda: torch.manual_seed(0) and nn.Sequential(*(Leaf(freezes) for _ in range(5))))
 
 
