@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.stage.stage_signature import HasKind
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import equal, tensors_in
 from rotor_profiling.value_tree import PLAIN, fields_of, is_plain, tree_flatten, tree_unflatten
 
 TABLES = frozenset(vars(nn.Module())) - {"training"}  # attributes of a module that are restored elsewhere
@@ -191,6 +191,12 @@ def _stays(value: Any, content: Any) -> bool:
     return small or not isinstance(content, Values) or not as_it_was(value, content)
 
 
+def on_host(contents: Contents) -> Contents:
+    """Return the same contents with copies of CUDA tensors on the CPU, where they count in no measured peak."""
+    moved = {id(each): Values(each._version, before.cpu()) for each, before in _copied(contents) if before.is_cuda}
+    return [(each, moved.get(id(each), content)) for each, content in contents]
+
+
 def _copied(contents: Contents) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each tensor of which there is a copy, with the copy."""
     for value, content in contents:
@@ -201,7 +207,9 @@ def _copied(contents: Contents) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def write_back(contents: Contents) -> None:
     """Give the tensors their recorded values, if there is a copy."""
     for tensor, before in _copied(contents):
-        tensor.data.copy_(before)  # writing to `data` does not raise the version counter, which autograd compares
+        before = before.to(tensor.device)
+        if not equal(tensor, before):  # `copy_` raises an error for an expanded tensor
+            tensor.data.copy_(before)  # writing to `data` does not raise the version counter, which autograd compares
 
 
 def iterators_of(contents: Contents, stand_ins: StandIns, *, moved: bool = True) -> StandIns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -24,6 +24,7 @@ from rotor_profiling.contents import (
     items_of,
     iterators_of,
     kind_of,
+    on_host,
     tensors_held,
     unchanged,
     write_back,
@@ -109,7 +110,19 @@ def locations_in(value: Any) -> list[Location]:
 def locations_at(objects: Iterable[Any]) -> list[Location]:
     """Return a `Location`, which keeps it alive, for each object except tensors, modules and plain values."""
     others = [each for each in objects if type(each) not in PLAIN and not isinstance(each, torch.Tensor | nn.Module)]
-    return [Location(partial([each].__getitem__, 0), lambda value: None) for each in others]
+    return list(map(_holding, others))
+
+
+def _holding(value: Any) -> Location:
+    return Location(partial([value].__getitem__, 0), lambda value: None)
+
+
+def locations_beside(function: Callable[..., Any], own: Container[nn.Module]) -> list[Location]:
+    """Return a `Location` for each thing that a run of `function` may change, except what is in the modules `own`."""
+    named = [function, *named_objects(function)]
+    modules = [each for each in named if isinstance(each, nn.Module) and each not in own]
+    inside = [location for each in modules for location in (_holding(each), _holding(each._buffers))]
+    return [*locations_of(function), *locations_at(named), *inside]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -232,19 +245,22 @@ def _names_in(code: CodeType) -> Iterator[str]:
 class NamedState:
     """The present values of `locations`, and what they contain; `copies`: with copies of the values of tensors.
 
+    `but`: objects whose contents are left out.
     Without `tensors`, leaves out objects that have some, since copies would keep these alive.
     """
 
     __slots__ = ("_before",)
 
-    def __init__(self, locations: Sequence[Location], *, copies: bool = False, tensors: bool = True) -> None:
+    def __init__(
+        self, locations: Sequence[Location], *, copies: bool = False, tensors: bool = True, but: Iterable[Any] = ()
+    ) -> None:
         self._before: list[tuple[Location, Any, Contents]] = []
-        seen: set[int] = set()
+        seen = set(map(id, but))
         for location in locations:
             value = location.get()
             kind = kind_of(type(value))
             opens = kind is not None and not (kind == "container" and len(value) > _LONGEST)
-            contents = contents_of(value, seen, copies=copies) if opens else []
+            contents = on_host(contents_of(value, seen, copies=copies)) if opens else []
             if tensors or not (contents and tensors_held(value, contents)):
                 self._before.append((location, value, contents))
 
@@ -287,9 +303,9 @@ def _stays(location: Location, value: Any, contents: Contents) -> bool:
 
 
 @contextmanager
-def named_state_kept(locations: Sequence[Location]) -> Iterator[None]:
-    """When the context exits, restore the globals and the like at `locations` to their former values."""
-    before = NamedState(locations, copies=True)
+def named_state_kept(locations: Sequence[Location], *, but: Iterable[Any] = ()) -> Iterator[None]:
+    """When the context exits, restore the globals and the like at `locations`, except the contents of objects `but`."""
+    before = NamedState(locations, copies=True, but=but)
     with undoing() as undo:
         undo.append(before.put_back)
         before.lend()
