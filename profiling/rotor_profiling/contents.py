@@ -16,7 +16,15 @@ from contextlib import suppress
 from copy import copy
 from functools import cache, lru_cache, partial
 from itertools import starmap
-from types import FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +42,8 @@ _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "pureli
 # Maximum number of objects opened in one value, of items of a container inside an object, and of bytes of an array that
 # is copied before every run. Guesses: what has more is data, or leads to the whole program.
 _MOST, _LONGEST, LARGEST = 256, 10_000, 4096
+
+BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)  # bound methods, those written in C included
 
 Contents = list[tuple[Any, Any]]  # pairs of a mutable object and what it contained
 StandIns = dict[int, Any]  # maps ids of objects to those that replace them
@@ -72,7 +82,7 @@ def _kind_of(kind: type) -> str | None:
         return None if issubclass(kind, nn.Parameter) else "tensor"
     if issubclass(kind, nn.Module):
         return None if issubclass(kind, HasKind) else "module"
-    if kind in (FunctionType, MethodType, partial):
+    if kind in (FunctionType, partial, *BOUND):
         return "function"
     if kind is GeneratorType or (issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")):
         return "iterator"
@@ -112,7 +122,7 @@ def contents_of(value: Any, seen: set[int], *, copies: bool) -> Contents:
         ):
             seen.add(id(each))
             content = copy(each) if kind == "container" else _fields(each, kind)
-            if content or kind != "function":
+            if content or kind != "function" or type(each) is MethodWrapperType:  # may be `__next__` of an iterator
                 found.append((each, content))
             items = (*items_of(content), *(_given(each) if kind == "function" else ()))
             if not PLAIN.issuperset(map(type, items)) or torch.Tensor in map(type, items):
@@ -129,8 +139,8 @@ def _given(value: Any) -> tuple[Any, ...]:
     """Return the objects that a function, a bound method or a partial passes on when called."""
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, MethodType):
-        return value.__self__, value.__func__
+    if isinstance(value, BOUND):
+        return value.__self__, getattr(value, "__func__", None)
     return () if is_library(value.__module__) else (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
 
 
@@ -218,6 +228,9 @@ def iterators_of(contents: Contents, stand_ins: StandIns, *, moved: bool = True)
         copied = kind_of(type(content)) == "iterator"
         if copied and id(value) not in stand_ins and not (moved and as_it_was(value, content)):
             stand_ins[id(value)] = _another(content)
+    for value, _ in contents:
+        if type(value) is MethodWrapperType and id(value.__self__) in stand_ins:
+            stand_ins[id(value)] = getattr(stand_ins[id(value.__self__)], value.__name__)
     return stand_ins
 
 

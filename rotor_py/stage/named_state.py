@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.contents import (
+    BOUND,
     MISSING,
     TABLES,
     Contents,
@@ -185,8 +186,8 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
                 if (held := location.get()) is not MISSING:
                     yield held, location
             yield from ((each, None) for each in value.__defaults__ or ())
-    elif isinstance(value, MethodType):
-        yield from ((value.__self__, _held(value.__self__)), (value.__func__, None))
+    elif isinstance(value, BOUND):
+        yield from ((value.__self__, _held(value.__self__)), (getattr(value, "__func__", None), None))
     elif isinstance(value, partial):
         yield from ((each, _held(each)) for each in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, type):
