@@ -400,7 +400,7 @@ def test_training_that_calls_another_method_than_the_model_is_told_of_once(decla
 def test_optimizers_that_share_a_planned_forward_follow_its_plan_and_so_does_one_that_calls_it(caplog) -> None:
     planned = unplanned()
     parts = list(planned.parameters())
-    first, second = torch.optim.SGD(parts[:4], 0.1), torch.optim.SGD(parts[4:], 0.1)
+    first, second = Langevin(parts[:4], 0.1), torch.optim.SGD(parts[4:], 0.1)  # the step of one calls the other's
 
     def closure() -> torch.Tensor:
         value = square(planned(batch()))
