@@ -16,15 +16,7 @@ from contextlib import suppress
 from copy import copy
 from functools import cache, lru_cache, partial
 from itertools import starmap
-from types import (
-    BuiltinMethodType,
-    FunctionType,
-    GeneratorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +34,8 @@ _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "pureli
 # Maximum number of objects opened in one value, of items of a container inside an object, and of bytes of an array that
 # is copied before every run. Guesses: what has more is data, or leads to the whole program.
 _MOST, _LONGEST, LARGEST = 256, 10_000, 4096
-
-BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)  # bound methods, those written in C included
+# Classes of bound methods. The last two are written in C; an iterator's `__next__` has the last one.
+BOUND: tuple[type[Any], ...] = (MethodType, type([].append), type([].__len__))
 
 Contents = list[tuple[Any, Any]]  # pairs of a mutable object and what it contained
 StandIns = dict[int, Any]  # maps ids of objects to those that replace them
@@ -122,7 +114,7 @@ def contents_of(value: Any, seen: set[int], *, copies: bool) -> Contents:
         ):
             seen.add(id(each))
             content = copy(each) if kind == "container" else _fields(each, kind)
-            if content or kind != "function" or type(each) is MethodWrapperType:  # may be `__next__` of an iterator
+            if content or kind != "function" or type(each) is BOUND[-1]:
                 found.append((each, content))
             items = (*items_of(content), *(_given(each) if kind == "function" else ()))
             if not PLAIN.issuperset(map(type, items)) or torch.Tensor in map(type, items):
@@ -217,8 +209,7 @@ def _copied(contents: Contents) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def write_back(contents: Contents) -> None:
     """Give the tensors their recorded values, if there is a copy."""
     for tensor, before in _copied(contents):
-        before = before.to(tensor.device)
-        if not equal(tensor, before):  # `copy_` raises an error for an expanded tensor
+        if not equal(tensor, before := before.to(tensor.device)):  # `copy_` raises an error for an expanded tensor
             tensor.data.copy_(before)  # writing to `data` does not raise the version counter, which autograd compares
 
 
@@ -229,7 +220,7 @@ def iterators_of(contents: Contents, stand_ins: StandIns, *, moved: bool = True)
         if copied and id(value) not in stand_ins and not (moved and as_it_was(value, content)):
             stand_ins[id(value)] = _another(content)
     for value, _ in contents:
-        if type(value) is MethodWrapperType and id(value.__self__) in stand_ins:
+        if type(value) is BOUND[-1] and id(value.__self__) in stand_ins:
             stand_ins[id(value)] = getattr(stand_ins[id(value.__self__)], value.__name__)
     return stand_ins
 

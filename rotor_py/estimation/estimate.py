@@ -19,7 +19,7 @@ from rotor_py.estimation.simulated_target import Shard, SimulatedDevices
 from rotor_py.plan.step_spec import arguments_of
 from rotor_py.report import Report
 from rotor_py.stage.replayed_routing import streams_kept
-from rotor_py.stage.user_state import optimizer_kept, user_state_kept
+from rotor_py.stage.user_state import user_state_kept
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
@@ -84,9 +84,7 @@ def estimate(
             message = f"the function that makes the model must return a module, got {what_it_is(model)}"
             raise UnsupportedModelError(message, kind="not_a_module", name="model")
     arguments, keywords = arguments_of(sample, model)  # the first batch if `sample` is a DataLoader
-    declared = isinstance(optimizer, torch.optim.Optimizer)
-    kept = user_state_kept(model, sample, loss, None if declared else optimizer)
-    with kept, optimizer_kept(optimizer if declared else None), target.together():
+    with user_state_kept(model, sample, loss, optimizer), target.together():
         fake = target.model(model).train()
         value = target.fakes.value(keywords or arguments)
         with target.measuring():

@@ -104,11 +104,10 @@ class FakeCopies:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return a copy of `optimizer` whose parameters and state are fake copies. It lacks what cannot be copied."""
         found = copy.copy(optimizer)
-        own = {name: each for name, each in vars(optimizer).items() if name not in vars(found) and name != "step"}
-        copies = {id(each): self.tensor(each) for each in tensors_in(list(own.values()))}
-        for name, each in own.items():
+        copies = {id(each): self.tensor(each) for each in tensors_in(list(vars(optimizer).values()))}
+        for name in vars(optimizer).keys() - vars(found).keys() - {"step"}:
             with suppress(Exception):
-                vars(found)[name] = copy.deepcopy(each, copies)
+                vars(found)[name] = copy.deepcopy(vars(optimizer)[name], copies)
         found.param_groups = [
             {**group, "params": [self.tensor(each) for each in group["params"]]} for group in optimizer.param_groups
         ]

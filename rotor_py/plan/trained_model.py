@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost, together
 from rotor_profiling.backends import prediction
 from rotor_profiling.isolate import accelerators
-from rotor_profiling.optimizer import step_bytes_without
+from rotor_profiling.optimizer import plain_step, step_bytes_without
 from rotor_profiling.torch_compat import tree_leaves
 from rotor_py.distributed.processes import alone_in_a_prediction, around, communication_bytes, gather_objects, processes
 from rotor_py.distributed.sharding import at_rest, is_sharded, keeps_gradients
@@ -34,7 +34,8 @@ from rotor_py.offload.offload_saved import Tier
 from rotor_py.offload.open_tier import link_of, opened
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
 from rotor_py.plan.step_spec import ModelState, TensorSpec
-from rotor_py.stage.user_state import step_kept
+from rotor_py.stage.named_state import locations_of, named_state_kept
+from rotor_py.stage.replayed_routing import streams_kept
 from rotor_solver import InfeasibleError, Sequence
 
 late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
@@ -51,7 +52,8 @@ _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 def cost_of(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     """Return `optimizer_cost`. Restores what the code of the step names, such as a counter in its class."""
-    with step_kept(optimizer):
+    step, kind = plain_step(type(optimizer)), type(optimizer)
+    with streams_kept(step), named_state_kept([*locations_of(step), *locations_of(kind)]):
         return optimizer_cost(optimizer)
 
 

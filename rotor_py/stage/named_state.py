@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -111,19 +111,14 @@ def locations_in(value: Any) -> list[Location]:
 def locations_at(objects: Iterable[Any]) -> list[Location]:
     """Return a `Location`, which keeps it alive, for each object except tensors, modules and plain values."""
     others = [each for each in objects if type(each) not in PLAIN and not isinstance(each, torch.Tensor | nn.Module)]
-    return list(map(_holding, others))
-
-
-def _holding(value: Any) -> Location:
-    return Location(partial([value].__getitem__, 0), lambda value: None)
+    return [Location(partial([each].__getitem__, 0), lambda value: None) for each in others]
 
 
 def locations_beside(function: Callable[..., Any], own: Container[nn.Module]) -> list[Location]:
     """Return a `Location` for each thing that a run of `function` may change, except what is in the modules `own`."""
     named = [function, *named_objects(function)]
-    modules = [each for each in named if isinstance(each, nn.Module) and each not in own]
-    inside = [location for each in modules for location in (_holding(each), _holding(each._buffers))]
-    return [*locations_of(function), *locations_at(named), *inside]
+    inside = [vars(each) for each in named if isinstance(each, nn.Module) and each not in own]
+    return [*locations_of(function), *locations_at([*named, *inside])]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -246,22 +241,20 @@ def _names_in(code: CodeType) -> Iterator[str]:
 class NamedState:
     """The present values of `locations`, and what they contain; `copies`: with copies of the values of tensors.
 
-    `but`: objects whose contents are left out.
-    Without `tensors`, leaves out objects that have some, since copies would keep these alive.
+    Leaves out the contents of objects `but`, and, without `tensors`, objects that have some, which copies would keep.
     """
 
     __slots__ = ("_before",)
 
-    def __init__(
-        self, locations: Sequence[Location], *, copies: bool = False, tensors: bool = True, but: Iterable[Any] = ()
-    ) -> None:
+    def __init__(self, locations: list[Location], *, copies: bool = False, tensors: bool = True, but: Any = ()) -> None:
         self._before: list[tuple[Location, Any, Contents]] = []
         seen = set(map(id, but))
         for location in locations:
             value = location.get()
             kind = kind_of(type(value))
             opens = kind is not None and not (kind == "container" and len(value) > _LONGEST)
-            contents = on_host(contents_of(value, seen, copies=copies)) if opens else []
+            contents = contents_of(value, seen, copies=copies) if opens else []
+            contents = on_host(contents) if copies else contents
             if tensors or not (contents and tensors_held(value, contents)):
                 self._before.append((location, value, contents))
 
@@ -304,7 +297,7 @@ def _stays(location: Location, value: Any, contents: Contents) -> bool:
 
 
 @contextmanager
-def named_state_kept(locations: Sequence[Location], *, but: Iterable[Any] = ()) -> Iterator[None]:
+def named_state_kept(locations: list[Location], *, but: Iterable[Any] = ()) -> Iterator[None]:
     """When the context exits, restore the globals and the like at `locations`, except the contents of objects `but`."""
     before = NamedState(locations, copies=True, but=but)
     with undoing() as undo:

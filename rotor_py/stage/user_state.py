@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,43 +16,38 @@ from rotor_py.stage.replayed_routing import streams_kept
 
 
 @contextmanager
-def user_state_kept(model: nn.Module, value: Any, *others: Callable[..., Any] | None) -> Iterator[None]:
-    """On exit, restore random streams, objects in the input `value`, and what the code of the model names.
+def user_state_kept(model: nn.Module, value: Any, *others: Any) -> Iterator[None]:
+    """On exit, restore random streams, objects in the input `value`, and what code of the model and of `others` names.
 
-    Also restores what hooks of parameters and the functions `others` (a loss, say) name, and modules in these, except
-    those of the model, which `isolated` and the like restore.
+    `others`: optimizers, and functions such as a loss, whose modules are restored, too, except those of the model.
     """
     pairs = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in model.parameters()]
     hooks = [hook for pair in pairs for table in pair for hook in (table or {}).values()]
-    codes = [each for each in (*others, *hooks) if each is not None]
+    optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
+    codes = [each for each in (*others, *hooks) if each is not None and each not in optimizers]
     own = set(model.modules())
     locations = [*locations_of(model), *(() if isinstance(value, DataLoader) else locations_in(value))]
     locations += [location for each in codes for location in locations_beside(each, own)]
     with ExitStack() as stack:
         for each in (model, *codes):
             stack.enter_context(streams_kept(each, value))
+        for each in optimizers:
+            stack.enter_context(optimizer_kept(each))
         stack.enter_context(named_state_kept(locations))
         yield
 
 
 @contextmanager
-def step_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """On exit, restore random streams, and what the code of the optimizer names, such as a counter in its class."""
-    step, kind = plain_step(type(optimizer)), type(optimizer)
-    with streams_kept(step, vars(optimizer)), named_state_kept([*locations_of(step), *locations_of(kind)]):
-        yield
-
-
-@contextmanager
-def optimizer_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def optimizer_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """On exit, restore what steps of the optimizer may change, also in its hooks, except parameters and its state."""
-    known = [] if optimizer is None else with_inner(optimizer)
+    known = with_inner(optimizer)
     tables = [table for each in known for table in vars(each).values() if isinstance(table, dict)]
-    hooks = [hook for table in tables for hook in table.values() if callable(hook)]
-    locations = [location for hook in hooks for location in locations_beside(hook, ())]
+    codes = [hook for table in tables for hook in table.values() if callable(hook)]
+    codes += [code for each in known for code in (plain_step(type(each)), type(each))]
+    locations = locations_at([vars(each) for each in known])
+    locations += [location for code in codes for location in locations_beside(code, ())]
     with ExitStack() as stack:
-        for each in known:
-            stack.enter_context(step_kept(each))
-        fields = locations_at([vars(each) for each in known])
-        stack.enter_context(named_state_kept([*locations, *fields], but=[each.state for each in known]))
+        for code in codes:
+            stack.enter_context(streams_kept(code, [vars(each) for each in known]))
+        stack.enter_context(named_state_kept(locations, but=[each.state for each in known]))
         yield
