@@ -25,7 +25,7 @@ from rotor_profiling.torch_compat import FakeTensor, is_fsdp_module
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.compile.stage_code import Config
 from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype, is_sharded
-from rotor_py.errors import DescribedError, InvalidStateError, UnsupportedModelError, record_fields
+from rotor_py.errors import InvalidStateError, UnsupportedModelError, record_fields
 from rotor_py.execute import regions
 from rotor_py.execute.instructions import Instructions, Runners, read_sequence
 from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
@@ -224,9 +224,8 @@ class LayerSource(SequenceExecutor):
             if error.kind != "attribute_changed":
                 raise
             return self.measure(value, device, options, room)  # the attribute's tensor is copied now, and restored
-        except Exception as error:
-            name = stage_of(error)
-            if name is None or isinstance(error, DescribedError | RuntimeError) or not self._runs_whole(value, device):
+        except (LookupError, AttributeError, TypeError) as error:  # an empty list, a missing key or attribute, None
+            if (name := stage_of(error)) is None or not self._runs_whole(value, device):
                 raise
             text = f"return what layer {name!r} needs from the layers before, as it fails without them, or wrap the "
             text += "model in an nn.Module whose forward calls the layers, so that it is captured"
