@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.stage.stage_signature import HasKind
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import equal, tensors_in
 from rotor_profiling.value_tree import PLAIN, fields_of, is_plain, tree_flatten, tree_unflatten
 
 TABLES = frozenset(vars(nn.Module())) - {"training"}  # attributes of a module that are restored elsewhere
@@ -34,6 +34,8 @@ _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "pureli
 # Maximum number of objects opened in one value, of items of a container inside an object, and of bytes of an array that
 # is copied before every run. Guesses: what has more is data, or leads to the whole program.
 _MOST, _LONGEST, LARGEST = 256, 10_000, 4096
+# Classes of bound methods. The last two are written in C; an iterator's `__next__` has the last one.
+BOUND: tuple[type[Any], ...] = (MethodType, type([].append), type([].__len__))
 
 Contents = list[tuple[Any, Any]]  # pairs of a mutable object and what it contained
 StandIns = dict[int, Any]  # maps ids of objects to those that replace them
@@ -72,7 +74,7 @@ def _kind_of(kind: type) -> str | None:
         return None if issubclass(kind, nn.Parameter) else "tensor"
     if issubclass(kind, nn.Module):
         return None if issubclass(kind, HasKind) else "module"
-    if kind in (FunctionType, MethodType, partial):
+    if kind in (FunctionType, partial, *BOUND):
         return "function"
     if kind is GeneratorType or (issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")):
         return "iterator"
@@ -112,7 +114,7 @@ def contents_of(value: Any, seen: set[int], *, copies: bool) -> Contents:
         ):
             seen.add(id(each))
             content = copy(each) if kind == "container" else _fields(each, kind)
-            if content or kind != "function":
+            if content or kind != "function" or type(each) is BOUND[-1]:
                 found.append((each, content))
             items = (*items_of(content), *(_given(each) if kind == "function" else ()))
             if not PLAIN.issuperset(map(type, items)) or torch.Tensor in map(type, items):
@@ -129,8 +131,8 @@ def _given(value: Any) -> tuple[Any, ...]:
     """Return the objects that a function, a bound method or a partial passes on when called."""
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, MethodType):
-        return value.__self__, value.__func__
+    if isinstance(value, BOUND):
+        return value.__self__, getattr(value, "__func__", None)
     return () if is_library(value.__module__) else (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
 
 
@@ -191,6 +193,12 @@ def _stays(value: Any, content: Any) -> bool:
     return small or not isinstance(content, Values) or not as_it_was(value, content)
 
 
+def on_host(contents: Contents) -> Contents:
+    """Return the same contents with copies of CUDA tensors on the CPU, where they count in no measured peak."""
+    moved = {id(each): Values(each._version, before.cpu()) for each, before in _copied(contents) if before.is_cuda}
+    return [(each, moved.get(id(each), content)) for each, content in contents]
+
+
 def _copied(contents: Contents) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each tensor of which there is a copy, with the copy."""
     for value, content in contents:
@@ -201,7 +209,8 @@ def _copied(contents: Contents) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def write_back(contents: Contents) -> None:
     """Give the tensors their recorded values, if there is a copy."""
     for tensor, before in _copied(contents):
-        tensor.data.copy_(before)  # writing to `data` does not raise the version counter, which autograd compares
+        if not equal(tensor, before := before.to(tensor.device)):  # `copy_` raises an error for an expanded tensor
+            tensor.data.copy_(before)  # writing to `data` does not raise the version counter, which autograd compares
 
 
 def iterators_of(contents: Contents, stand_ins: StandIns, *, moved: bool = True) -> StandIns:
@@ -210,6 +219,9 @@ def iterators_of(contents: Contents, stand_ins: StandIns, *, moved: bool = True)
         copied = kind_of(type(content)) == "iterator"
         if copied and id(value) not in stand_ins and not (moved and as_it_was(value, content)):
             stand_ins[id(value)] = _another(content)
+    for value, _ in contents:
+        if type(value) is BOUND[-1] and id(value.__self__) in stand_ins:
+            stand_ins[id(value)] = getattr(stand_ins[id(value.__self__)], value.__name__)
     return stand_ins
 
 

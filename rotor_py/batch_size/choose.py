@@ -32,6 +32,7 @@ from rotor_py.errors import InfeasibleError, InvalidValueError, record_fields
 from rotor_py.estimation.device_table import devices_of
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.report.sweep import Aim, BatchChoice
+from rotor_py.stage.user_state import user_state_kept
 from rotor_py.units import exact_bytes, limit_text
 from rotor_solver.described_error import check_count
 from rotor_solver.watching import Progress
@@ -83,7 +84,7 @@ def choose_batch(
         return choose_among(aim, MeasuredBatches(model, sample_of, mem_limit, optimizer=optimizer, **options), **among)
     simulated = SimulatedDevices(devices_of(device))
     fakes = simulated.fakes
-    with simulated.together():
+    with user_state_kept(model, None, loss, optimizer), simulated.together():
         fake = simulated.model(model).train()
         with simulated.measuring():
             options["optimizer"] = None if optimizer is None else fakes.optimizer(optimizer)

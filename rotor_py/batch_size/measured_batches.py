@@ -12,6 +12,7 @@ from torch import nn
 
 from rotor_profiling import bytes_like, tensors_in
 from rotor_profiling.backends import stopwatch
+from rotor_profiling.isolate import RandomState, accelerators_of, undoing
 from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.timing import seconds_of, several_processes
 from rotor_py.batch_size.search import StepCosts, agreed_costs
@@ -23,6 +24,7 @@ from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import available_bytes, limit_bytes
 from rotor_py.plan.planned_model import plan_of
+from rotor_py.stage.replayed_routing import streams_kept
 from rotor_py.validate.steps import TrainingStep, state_restored, values_restored
 from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
@@ -60,7 +62,7 @@ class MeasuredBatches:
                 raise InvalidValueError(message, kind="excluded", name=name)
         self.costs: dict[int, StepCosts] = {}
         self.limit, self.fresh_grads, self.slots = limit, fresh_grads, options.get("mem_slots", 500)
-        self._model, self._sample_of, self._loss, self._optimizer = model, sample_of, loss or default_loss, optimizer
+        self._model, self._make, self._loss, self._optimizer = model, sample_of, loss or default_loss, optimizer
         self._progress, self._options = progress, options
         self._networks: dict[int, Checkpointable] = {}
         self._sample_bytes: dict[int, int] = {}
@@ -82,6 +84,11 @@ class MeasuredBatches:
             self.costs[batch] = agreed_costs(costs, self._group, network.device)
             self._networks[batch] = network
         return self.costs[batch]
+
+    def _sample_of(self, batch: int) -> Any:
+        with undoing() as undo, streams_kept(self._make):
+            undo.append(RandomState.now(accelerators_of((), self._model)).restore)
+            return self._make(batch)
 
     def trains_on(self, batch: int) -> bool:
         try:

@@ -65,6 +65,7 @@ class SavedOutside(saved_tensors_hooks):
         self.known = known
         self.bytes: dict[int, int] = {}
         self.lines: Counter[str] = Counter()
+        self.writing: set[str] = set()  # lines that write into tensors which graphs get, and are no buffers
         self.line: str | None = None  # the line to which to ascribe all bytes; if None, the user's innermost line
         self.packed_line: str | None = None  # the last line that runs a recurrent layer on a packed sequence, if any
         # Disable tracing: TorchDynamo would trace the hooks with the model, and recompile for each dtype and layout.
@@ -140,6 +141,7 @@ def measure_graphs(
             if writing is not None and any(map(inputs.__contains__, storages(graph.overwritten(arguments)))):
                 raise written_input(writing)
             outside.line = None if writing is None else line_of(writing)
+            outside.writing.update([] if writing is None else [line_of(writing)])
             with nullcontext() if writing is None else outside:  # autograd may save tensors for writes into inputs
                 value, values = graph.enter(arguments)
             outside.line = None
@@ -263,6 +265,10 @@ def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int,
     if outside_bytes <= _MOST_OUTSIDE * captured_bytes:
         return
     ((line, _),) = outside.lines.most_common(1)
+    if breaks_at is None and line in outside.writing:
+        text = f"make the tensor that is written to at {line} of {model} a buffer, by register_buffer: what runs "
+        text += "before the write cannot be planned, since recomputations restore no other tensor of the model"
+        raise UnsupportedModelError(text, kind="written_outside", name=line, outside_bytes=outside_bytes)
     raise UnsupportedModelError(
         f"{line} of {model} runs outside the graphs that TorchDynamo captures. Of the memory saved for the backward, "
         f"{format_bytes(outside_bytes)} cannot be planned, and {format_bytes(captured_bytes)} can. If the graph break "

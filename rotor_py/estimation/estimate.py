@@ -18,6 +18,8 @@ from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import Shard, SimulatedDevices
 from rotor_py.plan.step_spec import arguments_of
 from rotor_py.report import Report
+from rotor_py.stage.replayed_routing import streams_kept
+from rotor_py.stage.user_state import user_state_kept
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
@@ -76,13 +78,13 @@ def estimate(
     devices = devices_of(device)
     target = SimulatedDevices(devices, shard=shard, precision=precision)
     if not isinstance(model, nn.Module):
-        with target.making():
+        with target.making(), torch.random.fork_rng(devices=[]), streams_kept(model):
             model = model()
         if not isinstance(model, nn.Module):
             message = f"the function that makes the model must return a module, got {what_it_is(model)}"
             raise UnsupportedModelError(message, kind="not_a_module", name="model")
     arguments, keywords = arguments_of(sample, model)  # the first batch if `sample` is a DataLoader
-    with target.together():
+    with user_state_kept(model, sample, loss, optimizer), target.together():
         fake = target.model(model).train()
         value = target.fakes.value(keywords or arguments)
         with target.measuring():

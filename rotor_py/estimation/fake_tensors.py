@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from rotor_profiling.isolate import set_meanwhile
-from rotor_profiling.storage import has_values
+from rotor_profiling.storage import has_values, tensors_in
 from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_only, unset_fake_temporarily
 
 _aten = torch.ops.aten
@@ -102,8 +102,12 @@ class FakeCopies:
         return tree_map_only(torch.Tensor, self.tensor, value)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return a copy of `optimizer` whose parameters and state are fake copies."""
+        """Return a copy of `optimizer` whose parameters and state are fake copies. It lacks what cannot be copied."""
         found = copy.copy(optimizer)
+        copies = {id(each): self.tensor(each) for each in tensors_in(list(vars(optimizer).values()))}
+        for name in vars(optimizer).keys() - vars(found).keys() - {"step"}:
+            with suppress(Exception):
+                vars(found)[name] = copy.deepcopy(vars(optimizer)[name], copies)
         found.param_groups = [
             {**group, "params": [self.tensor(each) for each in group["params"]]} for group in optimizer.param_groups
         ]

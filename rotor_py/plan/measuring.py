@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rotor_profiling import tensors_in, torch_compat
-from rotor_profiling.attributes import advanced_generators, attributes_kept
+from rotor_profiling.attributes import advanced_generators
 from rotor_profiling.backends import allocate_workspaces, prediction
 from rotor_profiling.contents import LARGEST, Values, advanced, as_it_was, contents_of, write_back, written
-from rotor_profiling.isolate import buffers_kept, undoing
+from rotor_profiling.isolate import undoing
 from rotor_profiling.step import give_way
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.errors import UnsupportedModelError, record_fields
@@ -31,9 +31,9 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
-from rotor_py.stage.named_state import locations_at, locations_in, locations_of, named_objects, named_state_kept
-from rotor_py.stage.replayed_routing import streams_kept
+from rotor_py.stage.named_state import locations_in
 from rotor_py.stage.saved_tensors import hooks_aside
+from rotor_py.stage.user_state import user_state_kept
 from rotor_py.units import format_seconds
 from rotor_solver.watching import Progress
 
@@ -121,19 +121,6 @@ def _inputs_watched(core: torch.nn.Module, source: Source, value: Any) -> Iterat
                 )
 
 
-@contextmanager
-def _loss_kept(loss: Callable[..., Any], core: torch.nn.Module) -> Iterator[None]:
-    """On exit, restore what the code of `loss` names, and the state of modules in it, except those of the model."""
-    named, own = [loss, *named_objects(loss)], set(core.modules())
-    kept = named_state_kept([*locations_of(loss), *locations_at(named)])
-    with streams_kept(loss), kept, ExitStack() as stack:
-        for module in named:
-            if isinstance(module, torch.nn.Module) and module not in own:
-                stack.enter_context(buffers_kept(module))
-                stack.enter_context(attributes_kept(module, caches=False))
-        yield
-
-
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
     """Cut the model into stages, measure these on `value`, and return the plan, which has no sequence yet."""
     settings, core = model.settings, model.core
@@ -159,9 +146,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         planning,
         freeze_gc(),
         hooks_aside(),  # those of a checkpoint would recompute its region
-        streams_kept(core, value),
-        named_state_kept([*locations_of(core), *locations_in(value)]),
-        nullcontext() if settings.loss is None else _loss_kept(settings.loss, core),
+        user_state_kept(core, value, settings.loss),
         _inputs_watched(core, source, value),
         torch.enable_grad(),
         telling(settings, model.name) as progress,

@@ -7,6 +7,7 @@ import logging
 import operator
 from collections.abc import Callable, Container, Hashable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rotor_profiling import tensors_in
+from rotor_profiling import isolated, tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
+from rotor_profiling.contents import with_own_containers
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_compat import FakeTensor, is_fsdp_module
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.compile.stage_code import Config
 from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype, is_sharded
-from rotor_py.errors import InvalidStateError, record_fields
+from rotor_py.errors import InvalidStateError, UnsupportedModelError, record_fields
 from rotor_py.execute import regions
 from rotor_py.execute.instructions import Instructions, Runners, read_sequence
 from rotor_py.execute.joined_stages import joined_where_possible
@@ -35,7 +37,7 @@ from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measu
 from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.step_spec import TensorSpec, describe, reaches, spec_of, specs_agree
-from rotor_py.stage.error_context import watchers
+from rotor_py.stage.error_context import stage_of, watchers
 from rotor_py.stage.first_run import counters_aside
 from rotor_py.stage.forward_state import made_dropped
 from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
@@ -229,9 +231,21 @@ class LayerSource(SequenceExecutor):
             if error.kind != "attribute_changed":
                 raise
             return self.measure(value, device, options, room)  # the attribute's tensor is copied now, and restored
+        except (LookupError, AttributeError, TypeError) as error:  # an empty list, a missing key or attribute, None
+            if (name := stage_of(error)) is None or not self._runs_whole(value, device):
+                raise
+            text = f"return what layer {name!r} needs from the layers before, as it fails without them, or wrap the "
+            text += "model in an nn.Module whose forward calls the layers, so that it is captured"
+            raise UnsupportedModelError(text, kind="hidden_input", name=name) from error
         # Replace these only after measuring: if that raises, the earlier plan, which reads them, stays in use.
         self._parts, self._read = parts, []
         return [MeasuredCut(found, measurement)], value
+
+    def _runs_whole(self, value: Any, device: torch.device) -> bool:
+        with suppress(Exception), isolated(self._model, device), torch.no_grad():
+            self._model.forward(with_own_containers(value))
+            return True
+        return False
 
     def follow(self, cut: Cut) -> None:
         """Do nothing: a chain of layers has a single variant of its stages, which `run` gets as `cut`."""

@@ -52,8 +52,8 @@ _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 def cost_of(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     """Return `optimizer_cost`. Restores what the code of the step names, such as a counter in its class."""
-    step = plain_step(type(optimizer))
-    with streams_kept(step), named_state_kept(locations_of(step)):
+    step, kind = plain_step(type(optimizer)), type(optimizer)
+    with streams_kept(step), named_state_kept([*locations_of(step), *locations_of(kind)]):
         return optimizer_cost(optimizer)
 
 

@@ -86,6 +86,12 @@ def _tell(doing: str, name: str, begins: bool) -> None:
         watcher(doing, name, begins)
 
 
+def stage_of(error: BaseException) -> str | None:
+    """Return the name of the first stage that a note of `During` names; None if there is none."""
+    names = (str(note).partition(" of stage ")[2].strip("'") for note in getattr(error, "__notes__", ()))
+    return next(filter(None, names), None)
+
+
 def add_note(error: BaseException, text: str) -> None:
     """Add a note to an exception unless it has it. Log it, too, before Python 3.11, whose tracebacks show no notes."""
     if text in getattr(error, "__notes__", ()):

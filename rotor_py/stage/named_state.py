@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.contents import (
+    BOUND,
     MISSING,
     TABLES,
     Contents,
@@ -24,6 +25,7 @@ from rotor_profiling.contents import (
     items_of,
     iterators_of,
     kind_of,
+    on_host,
     tensors_held,
     unchanged,
     write_back,
@@ -112,6 +114,13 @@ def locations_at(objects: Iterable[Any]) -> list[Location]:
     return [Location(partial([each].__getitem__, 0), lambda value: None) for each in others]
 
 
+def locations_beside(function: Callable[..., Any], own: Container[nn.Module]) -> list[Location]:
+    """Return a `Location` for each thing that a run of `function` may change, except what is in the modules `own`."""
+    named = [function, *named_objects(function)]
+    inside = [vars(each) for each in named if isinstance(each, nn.Module) and each not in own]
+    return [*locations_of(function), *locations_at([*named, *inside])]
+
+
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
     """Describe the value of each `Location` of `function`, in texts that equal values have in every process."""
     return tuple(_described(value) for value, location in _walk(function) if location is not None)
@@ -172,8 +181,8 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Location | None]]:
                 if (held := location.get()) is not MISSING:
                     yield held, location
             yield from ((each, None) for each in value.__defaults__ or ())
-    elif isinstance(value, MethodType):
-        yield from ((value.__self__, _held(value.__self__)), (value.__func__, None))
+    elif isinstance(value, BOUND):
+        yield from ((value.__self__, _held(value.__self__)), (getattr(value, "__func__", None), None))
     elif isinstance(value, partial):
         yield from ((each, _held(each)) for each in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, type):
@@ -232,19 +241,20 @@ def _names_in(code: CodeType) -> Iterator[str]:
 class NamedState:
     """The present values of `locations`, and what they contain; `copies`: with copies of the values of tensors.
 
-    Without `tensors`, leaves out objects that have some, since copies would keep these alive.
+    Leaves out the contents of objects `but`, and, without `tensors`, objects that have some, which copies would keep.
     """
 
     __slots__ = ("_before",)
 
-    def __init__(self, locations: Sequence[Location], *, copies: bool = False, tensors: bool = True) -> None:
+    def __init__(self, locations: list[Location], *, copies: bool = False, tensors: bool = True, but: Any = ()) -> None:
         self._before: list[tuple[Location, Any, Contents]] = []
-        seen: set[int] = set()
+        seen = set(map(id, but))
         for location in locations:
             value = location.get()
             kind = kind_of(type(value))
             opens = kind is not None and not (kind == "container" and len(value) > _LONGEST)
             contents = contents_of(value, seen, copies=copies) if opens else []
+            contents = on_host(contents) if copies else contents
             if tensors or not (contents and tensors_held(value, contents)):
                 self._before.append((location, value, contents))
 
@@ -287,9 +297,9 @@ def _stays(location: Location, value: Any, contents: Contents) -> bool:
 
 
 @contextmanager
-def named_state_kept(locations: Sequence[Location]) -> Iterator[None]:
-    """When the context exits, restore the globals and the like at `locations` to their former values."""
-    before = NamedState(locations, copies=True)
+def named_state_kept(locations: list[Location], *, but: Iterable[Any] = ()) -> Iterator[None]:
+    """When the context exits, restore the globals and the like at `locations`, except the contents of objects `but`."""
+    before = NamedState(locations, copies=True, but=but)
     with undoing() as undo:
         undo.append(before.put_back)
         before.lend()

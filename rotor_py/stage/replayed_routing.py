@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import storage_bytes, tensors_in
-from rotor_profiling.contents import is_library
+from rotor_profiling.contents import BOUND, is_library
 from rotor_profiling.isolate import undoing
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
@@ -68,7 +68,8 @@ def streams_among(objects: Iterable[Any]) -> list[Stream]:
     if "numpy" in sys.modules:
         np = sys.modules["numpy"].random
         kinds += [(np.RandomState, _of_numpy), (np.Generator, _of_bits)]
-    others = [each for each in objects if type(each).__module__ != "builtins"]  # almost none, so ask only these
+    owners = [each.__self__ if isinstance(each, BOUND) else each for each in objects]
+    others = [each for each in owners if type(each).__module__ != "builtins"]  # almost none, so ask only these
     return [make(each) for each in others for kind, make in kinds if isinstance(each, kind)]
 
 

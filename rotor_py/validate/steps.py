@@ -16,10 +16,12 @@ from torch import nn
 from rotor_profiling import RandomState, has_loss, leaves_of, measured_peak, measured_phases, tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.isolate import gradients_of, set_meanwhile, undoing
+from rotor_profiling.optimizer import with_inner
 from rotor_profiling.value_tree import tree_flatten, tree_map_only, tree_unflatten
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.plan.step_spec import arguments_of
 from rotor_py.stage.error_context import BACKWARD, watched
+from rotor_py.stage.user_state import optimizer_kept, user_state_kept
 from rotor_py.transparent import in_training
 from rotor_solver import Backward, Loss, Operation, Sequence
 
@@ -121,14 +123,16 @@ def _begins(
 
 @contextmanager
 def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Drop gradients and set training mode; after the context, restore modes, gradients and the optimizer's state.
+    """Drop gradients and set training mode; after the context, restore modes, gradients, optimizer and random state.
 
-    Inside, a step over the limit does not change the plan. `TrainingStep` itself restores parameters and buffers.
+    Inside, a step over the limit does not change the plan. `TrainingStep` itself restores the model and the loss.
     """
     # The first step would add to present gradients.
     dropped = set_meanwhile(*((parameter, {"grad": None}) for parameter in network.model.parameters()))
     restored = nullcontext() if optimizer is None else optimizer_restored(optimizer)
-    with in_training(network), torch.enable_grad(), restored, set_meanwhile((network, {"watch": False})), dropped:
+    watch = set_meanwhile((network, {"watch": False}))
+    with in_training(network), torch.enable_grad(), restored, watch, dropped, undoing() as undo:
+        undo.append(RandomState.now((network.device,)).restore)
         yield
 
 
@@ -149,15 +153,18 @@ def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """After the context, the optimizer's state has the tensors from before, with their values, and no others."""
+    """After the context, the optimizer and those inside it have their state from before, and nothing else is left."""
     # Not `load_state_dict`, which casts state to the dtype of its parameter: float32 state would lose digits.
-    entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]
+    states = [each.state for each in with_inner(optimizer)]
+    entries = [[(parameter, *tree_flatten(dict(entry))) for parameter, entry in state.items()] for state in states]
+    tensors = tensors_in([leaves for each in entries for _, leaves, _ in each])
     try:
-        with values_restored(tensors_in([leaves for _, leaves, _ in entries])):
+        with optimizer_kept(optimizer), values_restored(tensors):
             yield
     finally:
-        optimizer.state.clear()
-        optimizer.state.update({parameter: tree_unflatten(leaves, spec) for parameter, leaves, spec in entries})
+        for state, before in zip(states, entries, strict=True):
+            state.clear()
+            state.update({parameter: tree_unflatten(leaves, spec) for parameter, leaves, spec in before})
 
 
 TIMED_STEPS = 3  # number of steps whose median time counts: the least for which one slow step does not matter
@@ -170,8 +177,8 @@ Network = Callable[..., Any]
 class TrainingStep:
     """Training steps of `model` on `sample`: `forwards` forwards, one backward of their summed losses, optimizer step.
 
-    Each method begins with the same parameters, buffers and random state, and restores them. Gradients and the
-    optimizer's state stay from one method call to the next, as in training; `state_restored` restores them.
+    Each method begins with the same parameters, buffers, random state and user's objects, and restores them. Gradients
+    and the optimizer's state stay from one method call to the next, as in training; `state_restored` restores them.
     """
 
     model: nn.Module
@@ -265,8 +272,9 @@ class TrainingStep:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """After the context, restore the random state, and parameters, buffers and attributes of the model."""
+        """After the context, restore parameters, buffers and attributes of the model, and what its steps change."""
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
-        with undoing() as undo, values_restored(changing), attributes_kept(self.model):
+        kept = user_state_kept(self.model, self.sample, self.loss)
+        with undoing() as undo, values_restored(changing), attributes_kept(self.model), kept:
             undo.append(RandomState.now((self.device,)).restore)
             yield

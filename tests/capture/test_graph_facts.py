@@ -32,7 +32,7 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from tests.capture.steps import assert_same_step, assert_trains_inside, compare, planned_and_plain
 from tests.checkpointable.steps import Tower as Skips
-from tests.checkpointable.steps import between, square, step_peak
+from tests.checkpointable.steps import between, planned_at, square, step_peak
 from tests.fields import raises
 
 F = nn.functional
@@ -131,6 +131,29 @@ class Partly(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.apart(self.captured(value))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.count = nn.Linear(32, 32), nn.Linear(32, 32), torch.zeros(())
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = self.first(value).tanh()
+        self.count += 1
+        return self.last(value * self.count).tanh()
+
+
+def test_a_tensor_that_a_forward_writes_to_has_to_be_a_buffer_and_then_is_restored() -> None:
+    plain, batch = Counting(), torch.randn(64, 32)
+    with raises(UnsupportedModelError, "written_outside") as caught:
+        Checkpointable(copy.deepcopy(plain), batch)
+    assert "self.count += 1" in str(caught.value.name)
+    plain.register_buffer("count", vars(plain).pop("count"))  # as the error says
+    planned = planned_at(0.0, copy.deepcopy(plain), batch)
+    for step in range(2):
+        assert_same_step(planned, plain, batch)
+        assert planned.model.count == plain.count == step + 1
 
 
 def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named() -> None:

@@ -269,6 +269,51 @@ def test_bad_limits_optimizers_and_models_that_cannot_be_cut_are_refused_in_word
     assert not frozen(images()).requires_grad  # it is just run
 
 
+class Handing(nn.Linear):
+    """Its forward hands a tensor to the last layer's: as a second output, or in a dict."""
+
+    def __init__(self, kept: dict[str, torch.Tensor] | None, *, last: bool = False) -> None:
+        super().__init__(16, 16)
+        self.kept, self.last = kept, last
+
+    def forward(self, given):
+        if self.last:
+            given, other = given if self.kept is None else (given, self.kept.pop("other"))
+            return super().forward(given) + other
+        output = super().forward(given)
+        if self.kept is None:
+            return output.tanh(), output
+        self.kept["other"] = output
+        return output.tanh()
+
+
+class Loop(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            given = layer(given)
+        return given
+
+
+def test_a_chain_whose_layers_share_a_dict_is_refused_and_plans_as_the_error_says() -> None:
+    batch, found = torch.randn(64, 16), []
+    for kept, wrap in (({}, nn.Sequential), ({}, Loop), (None, nn.Sequential)):
+        torch.manual_seed(0)
+        layers = nn.Sequential(Handing(kept), Handing(kept, last=True), nn.Linear(16, 16))
+        planned = Checkpointable(wrap(layers), mem_limit="1GB", loss=square, cache=False)
+        if kept is not None and wrap is nn.Sequential:
+            with raises(UnsupportedModelError, "hidden_input", name="0.1"):
+                planned(batch)
+            planned = planned.model
+        square(planned(batch)).backward()
+        found.append([each.grad for each in layers.parameters()])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
 def test_algorithms_and_slots_are_passed_on() -> None:
     planned = planned_at(0.4)
     chain = planned.build_chain()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, best_batch, best_level, estimate, largest_batch, verify
 from rotor_py.measure.budget import recomputes
 from tests.capture.steps import adamw
 from tests.checkpointable.steps import Made, planned_at, square, step_peak
@@ -24,7 +24,7 @@ from tests.execute.training import assert_same
 from tests.fields import kinds, logged, raises
 
 
-def network() -> nn.Sequential:
+def network(*_: object) -> nn.Sequential:
     """As much in parameters as in activations."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()) for _ in range(5)])
@@ -272,11 +272,12 @@ class Critic(nn.Module):
         self.norm, self.layer, self.free = nn.BatchNorm1d(64), nn.Linear(64, 1), nn.Parameter(torch.ones(1))
         self.penalty = lambda: sum(each.square().sum() for each in trained)
         self.seen, self.stream = list[float](), torch.Generator().manual_seed(1)
+        self.note, self.turn, self.draw = self.seen.append, itertools.count(1).__next__, random.Random(1).random
 
     def forward(self, output: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(1, generator=self.stream)
+        noise = torch.rand(1, generator=self.stream) * self.turn() * self.draw()
         loss = (self.layer(self.norm(output)) * self.free * noise).square().mean() + 0.01 * self.penalty()
-        self.seen.append(loss.item())
+        self.note(loss.item())
         return loss
 
 
@@ -319,6 +320,46 @@ def test_measuring_a_loss_and_an_optimizer_changes_nothing_that_they_reach(kind:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda model, **told: verify(model, batch(), mem_limit="10MB", **told),
+        lambda model, **told: best_level(model, batch(), "10MB", **told),
+        lambda model, **told: best_batch(model, lambda rows: torch.randn(rows, 64), "1MB", most=64, **told),
+        lambda model, **told: largest_batch(model, lambda rows: torch.randn(rows, 64), most=8, device="h100", **told),
+        lambda model, **told: estimate(model, batch(), **told),
+        lambda model, loss, optimizer: estimate(
+            lambda: network(random.random()), batch(), loss=loss, optimizer=lambda given: type(optimizer)(given, 0.1)
+        ),
+    ],
+)
+def test_questions_leave_nothing_in_losses_hooks_optimizers_and_random_streams_and_every_step_finds_the_same(asks):
+    model, heard, total, ones = network(), [0.0], torch.ones(()), torch.ones(1).expand(2)
+
+    def hear(*given: Any) -> None:
+        heard.append(random.random() + np.random.rand())
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        hear()
+        return square(output) * len(heard) * heard[-1] * total.add_(1) * ones.sum()
+
+    Langevin.steps, optimizer = 0, Langevin(model.parameters(), lr=0.1)
+    optimizer.heard = optimizer.param_groups[0]["heard"] = heard
+    model[1].register_forward_hook(hear)
+    model[1][0].weight.register_hook(hear)
+    optimizer.register_step_post_hook(lambda stepped, *_: vars(stepped).update(late=stepped.heard.append(1)))
+
+    def state() -> Any:
+        numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return numbers, list(heard), total.item(), Langevin.steps, dict(vars(optimizer)), dict(optimizer.state)
+
+    before = state()
+    found = asks(model, loss=loss, optimizer=optimizer)
+    assert state() == before
+    if isinstance(found, tuple):
+        assert found[0].max_grad_difference == found[0].noise == 0
+
+
 class Flow(Made):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x) * 2
@@ -354,7 +395,7 @@ def test_training_that_calls_another_method_than_the_model_is_told_of_once(decla
 def test_optimizers_that_share_a_planned_forward_follow_its_plan_and_so_does_one_that_calls_it(caplog) -> None:
     planned = unplanned()
     parts = list(planned.parameters())
-    first, second = torch.optim.SGD(parts[:4], 0.1), torch.optim.SGD(parts[4:], 0.1)
+    first, second = Langevin(parts[:4], 0.1), torch.optim.SGD(parts[4:], 0.1)  # the step of one calls the other's
 
     def closure() -> torch.Tensor:
         value = square(planned(batch()))

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import logging
+import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -436,6 +437,9 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a module in a list": (lambda: [held()], lambda kept: counting(kept[0])),
     "an array": (lambda: np.zeros(2), lambda kept: float(np.add(kept, 1, out=kept)[0])),
     "a count": (lambda: itertools.count(1), next),
+    "a method of a count": (lambda: itertools.count(1).__next__, lambda kept: kept()),
+    "a method of a stream": (lambda: random.Random(3).random, lambda kept: kept()),
+    "a method of a list": (lambda: [0].append, lambda kept: (kept(0), len(kept.__self__))[1]),
     "a cycle in a list": (lambda: [itertools.cycle([1, 2, 3])], lambda kept: next(kept[0])),
     "iterators in another": (lambda: enumerate(itertools.chain([3, 1, 4, 1, 5])), lambda kept: sum(next(kept))),
     "a default argument": (lambda: CALLS.update(n=0), lambda kept: in_default()),

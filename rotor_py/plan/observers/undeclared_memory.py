@@ -6,6 +6,7 @@ Also detect training without a plan: its loop calls another method of the model 
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -79,7 +80,15 @@ def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool | 
     if before is None:
         return None
     known[optimizer] = now
-    return now == before and any(_has_gradient(parameter) for parameter in _trained_by(optimizer, model))
+    if now != before or _is_inside_another(optimizer):
+        return False
+    return any(_has_gradient(parameter) for parameter in _trained_by(optimizer, model))
+
+
+def _is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this step runs inside another of the same optimizer, as where a subclass calls `super().step()`."""
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "wrapper")  # torch's
+    return sum(frame.f_locals.get("self") is optimizer for frame in frames) > 1
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
