@@ -20,6 +20,7 @@ from rotor_py.capture.graph.graph_facts import (
     is_the_callers,
     losses_of,
     overwritten_by,
+    read_by_turns,
     read_graph,
     weights_of,
 )
@@ -113,7 +114,6 @@ class CapturedGraph:
         outputs = (node for node in facts.outputs if isinstance(node, fx.Node) and node not in passed_on)
         self.trains = any(map(carries_gradient, outputs))
         self._owned = facts.owned
-        self._owned_at = [self._placeholders.index(node) for node in self._owned]
         if not self.trains or not facts.body:
             return
         names: list[str] | None = None
@@ -123,6 +123,10 @@ class CapturedGraph:
         if self._cuts is None:
             weights = agree(weights)
             self._cuts, names = find_cut_points(facts, weights, self._granularity), None
+        for node in read_by_turns(facts, self._cuts):
+            facts.given.append(node)
+            del facts.owned[node]
+        self._owned_at = [self._placeholders.index(node) for node in self._owned]
         self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
         self.overwriting = next((node for node in reversed(facts.context) if overwritten_by(node, facts.given)), None)
         # The context returns only the values that stages read or the graph returns; it frees all others.

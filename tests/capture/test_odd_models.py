@@ -265,6 +265,22 @@ class Drawing(Layers):
         return F.dropout(value, 0.2).sin() * torch.ones(WIDTH).geometric_(0.5) * (1 + drawn)
 
 
+class RungeKutta(nn.Module):
+    """Reads each weight four times a step, so that one stage does, and later stages, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            slopes = [self.slope(value)]
+            for step in (0.05, 0.05, 0.1):
+                slopes.append(self.slope(value + step * slopes[-1]))
+            value = value + (slopes[0] + 2 * slopes[1] + 2 * slopes[2] + slopes[3]) / 60
+        return value
+
+
 class Skipping(Layers):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         kept = value = self.layers[0](value).tanh()
@@ -354,6 +370,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "own function": (Reversing, (256, WIDTH), 0),
     "gradients by transforms": (lambda: Layers(*map(Corrected, ["grad", "vjp"] * 2)), (256, WIDTH), 0.97),
     "chain with gradients": (lambda: nn.Sequential(*map(Corrected, ["autograd"] * 3), nn.Tanh()), (256, WIDTH), 0),
+    "reads by turns": (RungeKutta, (256, WIDTH), 0.9),
     "skip connection": (lambda: Skipping(*linears(9)), (256, WIDTH), 0.97),
     "view as output": (Viewed, (16, 16, WIDTH), 0.97),
     "view of a carried tensor": (CarriedView, (16, 16, WIDTH), 0),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -296,6 +296,22 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
     while len(ends := _merged(possible, weights, smallest)) > granularity:
         smallest *= 1.5  # a guess: a larger factor may leave far fewer stages, and a smaller one takes more rounds
     return CutPoints(ends, carried, live)
+
+
+def read_by_turns(facts: GraphFacts, cuts: CutPoints) -> list[fx.Node]:
+    """Return the trained parameters that a stage reads several times, and a later stage, too.
+
+    Autograd adds up the gradients of all reads from last to first, but a stage's node would return one sum of its own,
+    which rounds differently. So stages pass these parameters on, like a tensor that the model computes.
+    """
+    found = []
+    for node, value in facts.owned.items():
+        if isinstance(value, nn.Parameter) and value.requires_grad and node not in facts.sharded:
+            reads = [position for position, each in enumerate(facts.body) if node in each.all_input_nodes]
+            stages = Counter(bisect_left(cuts.ends, position) for position in reads)
+            if any(count > 1 for stage, count in stages.items() if stage < max(stages)):
+                found.append(node)
+    return found
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
