@@ -91,18 +91,22 @@ def clearly_less(saved: int, than: int) -> bool:
 
 def measure_ways(
     runners: Sequence[Runner], value: Any, context: StageContext, watch: Stopwatch | None = None
-) -> tuple[tuple[StageBytes, ...], StageRun | None]:
+) -> tuple[tuple[StageBytes, ...], StageRun | None, Any]:
     """Measure the bytes of one stage in the storage mode of each runner, without changing the model.
 
-    Returns the bytes for each runner, and the seconds of the same runs, which metering hardly slows; None without a
-    `watch`. The first runner must store the whole stage. The stage must have run before: in its first run, libraries
+    Returns the bytes for each runner, the seconds of the same runs, which metering hardly slows, and the output of a
+    run without a graph. Seconds are None without a `watch`. The first runner must store the whole stage. The stage must have run before: in its first run, libraries
     choose algorithms and allocate memory that stays. Raises ValueError for a device type that cannot be measured.
     """
     # With several processes, the CPU's profiler may miss frees (Rule 5 of `step.py`). So take the least of three runs.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
-            rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
+            rounds = []
+            for _ in range(repeats):
+                output = None  # free that of the round before
+                *found, output = _measure_once(runners, value, parameters, context, watch)
+                rounds.append(found)
         # Bytes in memory when the optimizer steps the first parameter of a recomputed stage, besides the gradient of
         # its input: those of the step, and the gradients of all parameters, which the stage's node returns together.
         steps = [nbytes for nbytes in context.stepped if nbytes is not None]
@@ -112,7 +116,7 @@ def measure_ways(
     needs = [max(each.replay_temp_bytes, after_replay - each.activation_bytes - each.saved_bytes) for each in ways]
     if after_replay:
         ways = tuple(replace(way, replay_temp_bytes=need) for way, need in zip(ways, needs, strict=True))
-    return ways, rounds[-1][1]
+    return ways, rounds[-1][1], output
 
 
 def _measure_once(
@@ -121,7 +125,7 @@ def _measure_once(
     parameters: list[torch.Tensor],
     context: StageContext,
     watch: Stopwatch | None,
-) -> tuple[tuple[StageBytes, ...], StageRun | None]:
+) -> tuple[tuple[StageBytes, ...], StageRun | None, Any]:
     with memory_meter(context.device) as meter, torch.no_grad():
         output, surroundings = runners[0].first(value)
     rise = meter.phases[""].rise
@@ -165,7 +169,7 @@ def _measure_once(
             found, activation_bytes=activation, nograd_temp_bytes=nograd_temp, left_bytes=sum(left.values())
         )
         ways.append(_bytes_of(phases, known, apart, silent_bytes, context))
-    return tuple(ways), None if watch is None else StageRun(tuple(seconds))
+    return tuple(ways), None if watch is None else StageRun(tuple(seconds)), output
 
 
 def _backward_peak(phases: Mapping[str, Phase]) -> int:
