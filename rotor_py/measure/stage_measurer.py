@@ -65,7 +65,7 @@ from rotor_py.stage.forward_state import (
     remember_moving,
 )
 from rotor_py.stage.named_state import named_values
-from rotor_py.stage.protocol import ELSEWHERE, Keeper, offers_of
+from rotor_py.stage.protocol import ELSEWHERE, Keeper, both, offers_of
 from rotor_py.stage.replayed_routing import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
 from rotor_solver.watching import Progress
@@ -369,7 +369,7 @@ class StageMeasurer:
         name, function = self._chain.cut.stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
-        offered = offered_everywhere(paying, self._options.group, self._device)
+        offered = self._without_doubles(number, value, offered_everywhere(paying, self._options.group, self._device))
         with stopwatch(self._device) as watch:
             # A predicted time (`exact`) would include the memory meter's work, so do not time this run.
             found, run, output = measure_ways(self._stored(number, offered), value, context, None if watch.exact else watch)
@@ -382,6 +382,19 @@ class StageMeasurer:
         ways = (found[0], *(way for _, way in less))
         bytes_decided, moving = decided_bytes(function), recall_moving(function)
         return StageFindings(ways, bytes_decided, moving, names, decides_nothing(function)), output
+
+    def _without_doubles(self, number: int, value: Any, ways: tuple[str, ...]) -> tuple[str, ...]:
+        """Of two modes in `ways` that differ by a keeper, drop the one that a trial, faster than measuring, rules out."""
+        runners, dropped = dict(zip(ways, self._stored(number, ways)[1:], strict=True)), set[str]()
+        for keeper in self._chain.runner(number).suiting:
+            for way in [each for each in ways if both(each, keeper.name) in ways]:
+                function = runners[way].function
+                with isolated(function, self._device), torch.enable_grad():
+                    less = keeper.trial(runners[way].forward, function, leaves_of(value)).clearly_less
+                if less is not None:
+                    fewer = anywhere(less, self._options.group, self._device)
+                    dropped.add(way if fewer else both(way, keeper.name))
+        return tuple(way for way in ways if way not in dropped)
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         runner = self._chain.runner(number, ways)
