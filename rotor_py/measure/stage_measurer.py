@@ -372,7 +372,8 @@ class StageMeasurer:
         offered = self._without_doubles(number, value, offered_everywhere(paying, self._options.group, self._device))
         with stopwatch(self._device) as watch:
             # A predicted time (`exact`) would include the memory meter's work, so do not time this run.
-            found, run, output = measure_ways(self._stored(number, offered), value, context, None if watch.exact else watch)
+            timing = None if watch.exact else watch
+            found, run, output = measure_ways(self._stored(number, offered), value, context, timing)
         less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
         names = tuple(name for name, _ in less)
         if run is not None:
@@ -384,7 +385,7 @@ class StageMeasurer:
         return StageFindings(ways, bytes_decided, moving, names, decides_nothing(function)), output
 
     def _without_doubles(self, number: int, value: Any, ways: tuple[str, ...]) -> tuple[str, ...]:
-        """Of two modes in `ways` that differ by a keeper, drop the one that a trial, faster than measuring, rules out."""
+        """Of two modes in `ways` that differ by a keeper, drop the one that a trial, cheaper than both, rules out."""
         runners, dropped = dict(zip(ways, self._stored(number, ways)[1:], strict=True)), set[str]()
         for keeper in self._chain.runner(number).suiting:
             for way in [each for each in ways if both(each, keeper.name) in ways]:

@@ -152,8 +152,7 @@ class Trial(NamedTuple):
 
     pays: bool = False  # whether the mode is worth measuring
     saved_bytes: int = 0  # that autograd saved in the run, except parameters, inputs, outputs and storages below a page
-    # Whether the mode saves clearly fewer bytes (`clearly_less`) than the run without it; None if both are to be measured
-    clearly_less: bool | None = None
+    clearly_less: bool | None = None  # whether it saves clearly fewer bytes than `run` does; None if it may round
 
 
 class Keeper:
