@@ -82,7 +82,7 @@ PACKED = {**words(), "position_ids": torch.arange(16).remainder(8).expand(3, 16)
 def test_a_graph_whose_answers_are_wrong_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     cut, stages_of = [], captured_graph.stages_of
     monkeypatch.setattr(captured_graph, "stages_of", lambda *given: cut.append(given) or stages_of(*given))
-    Checkpointable(llama(), cache=False).measure(**words(padded=True))
+    Checkpointable(llama(), words(padded=True), cache=False)
     assert len(cut) == 1
 
 

@@ -317,6 +317,6 @@ def test_a_trial_finds_what_packing_spares() -> None:
     assert trial.pays
     assert trial.saved_bytes
     assert trial.clearly_less
-    few = nn.Sequential(*layer, *(each for _ in range(20) for each in (nn.Linear(64, 64), nn.Tanh())))
+    few = nn.Sequential(*layer, *(each for _ in range(90) for each in (nn.Linear(64, 64), nn.Tanh())))
     assert Packed().trial(few, few, torch.randn(64, 64, requires_grad=True)).clearly_less is False
     assert FEWER_BITS["bf16"].trial(layer, layer, torch.randn(64, 64, requires_grad=True)).clearly_less is None
