@@ -106,18 +106,18 @@ def measure_ways(
             rounds = []
             for _ in range(repeats):
                 output = None  # free that of the round before
-                *found, output = _measure_once(runners, value, parameters, context, watch)
+                found, run, output = _measure_once(runners, value, parameters, context, watch)
                 rounds.append(found)
         # Bytes in memory when the optimizer steps the first parameter of a recomputed stage, besides the gradient of
         # its input: those of the step, and the gradients of all parameters, which the stage's node returns together.
         steps = [nbytes for nbytes in context.stepped if nbytes is not None]
         after_replay = bytes_like(parameters) + max(steps) if steps else 0
-    ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
+    ways = tuple(map(_least, zip(*rounds, strict=True)))
     # Less activation and saved bytes, which the solver adds to the temporary bytes: both are freed before this step.
     needs = [max(each.replay_temp_bytes, after_replay - each.activation_bytes - each.saved_bytes) for each in ways]
     if after_replay:
         ways = tuple(replace(way, replay_temp_bytes=need) for way, need in zip(ways, needs, strict=True))
-    return ways, rounds[-1][1], output
+    return ways, run, output
 
 
 def _measure_once(
