@@ -44,13 +44,13 @@ OPERATORS = (
 
 @contextmanager
 def fixed_clocks() -> Iterator[None]:
-    """Replace the clocks for durations by one that ticks by a millisecond whenever it is read.
+    """Replace the clocks for durations by one that ticks by 2⁻¹⁰ seconds, so without rounding, whenever it is read.
 
     So nothing that is measured in seconds depends on the machine, and neither does what is dropped because it is slow.
     """
     ticks = count(1)
-    patched = {name: (lambda: next(ticks) * 1e-3) for name in ("perf_counter", "process_time", "thread_time")}
-    patched |= {f"{name}_ns": (lambda: next(ticks) * 10**6) for name in tuple(patched)}
+    patched = {name: (lambda: next(ticks) / 1024) for name in ("perf_counter", "process_time", "thread_time")}
+    patched |= {f"{name}_ns": (lambda: next(ticks) * 10**9 // 1024) for name in tuple(patched)}
     before = {name: getattr(time, name) for name in patched}
     open_file = os.open
 

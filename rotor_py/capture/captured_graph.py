@@ -33,7 +33,7 @@ from rotor_py.capture.graph.graph_nodes import (
     tensors_of,
 )
 from rotor_py.capture.graph.graph_rewrites import REWRITES, draws_from_own_state
-from rotor_py.capture.graph.graph_stage import stages_of
+from rotor_py.capture.graph.graph_stage import shared_by_stages, stages_of
 from rotor_py.capture.graph.stage_graph import Emitter, run_graph
 from rotor_py.capture.patches import Answers, is_question, without_questions_about_the_batch
 from rotor_py.errors import UnsupportedModelError
@@ -108,14 +108,19 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        self._facts, self._is_split = facts, True  # only now: after an error above, a later call raises it again
+        self._facts = facts
         # A graph that writes to buffers may return an input as it is: no gradient reaches its operators.
         passed_on = () if any(overwritten_by(node, facts.given) for node in facts.body) else self._placeholders
         outputs = (node for node in facts.outputs if isinstance(node, fx.Node) and node not in passed_on)
         self.trains = any(map(carries_gradient, outputs))
-        self._owned = facts.owned
+        self._note_owned()
         if not self.trains or not facts.body:
+            self._is_split = True
             return
+        self._make_context()
+        self.overwriting = next((node for node in reversed(facts.context) if overwritten_by(node, facts.given)), None)
+        if self.overwriting is None and any(map(is_question, facts.context)):
+            self.enter(arguments)  # raises OtherAnswerError before the graph is cut, which takes longer
         names: list[str] | None = None
         if like is not None and like._cuts is not None:
             self._cuts, names = cut_points_like(facts, like._facts, like._cuts), [name for name, _ in like.layers]
@@ -123,12 +128,22 @@ class CapturedGraph:
         if self._cuts is None:
             weights = agree(weights)
             self._cuts, names = find_cut_points(facts, weights, self._granularity), None
-        for node in read_by_turns(facts, self._cuts):
-            facts.given.append(node)
-            del facts.owned[node]
+        if turns := read_by_turns(facts, self._cuts):
+            for node in turns:
+                facts.given.append(node)
+                del facts.owned[node]
+            self._note_owned()
+            self._make_context()
+        self.layers, self._leaving = stages_of(facts, self._cuts, weights, self._entering, names)
+        self._is_split = True  # only now: after an error above, a later call raises it again
+
+    def _note_owned(self) -> None:
+        self._owned = self._facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
-        self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
-        self.overwriting = next((node for node in reversed(facts.context) if overwritten_by(node, facts.given)), None)
+
+    def _make_context(self) -> None:
+        facts = self._facts
+        self._entering = shared_by_stages(facts)
         # The context returns only the values that stages read or the graph returns; it frees all others.
         early = set(facts.context)
         self._made = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in early]

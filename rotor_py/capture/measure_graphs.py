@@ -45,6 +45,7 @@ from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.sharding import as_left, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Cut, cut_layers
+from rotor_py.measure.planning_lock import freeze_again
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 
@@ -131,6 +132,7 @@ def measure_graphs(
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        freeze_again()
         # Suspend the hooks: graphs are measured below. Enter `operators` only here: TorchDynamo must not trace in it.
         with outside.suspended(), operators():
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))

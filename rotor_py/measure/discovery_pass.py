@@ -152,26 +152,28 @@ class DiscoveryPass:
             self._arrived[-1] = of_output
         chain, before = self._chain, list(self.arriving)
         # Each pass finds the final layouts of at least one more stage, since they depend only on later stages.
-        while anywhere((last := self._last_that_differs()) is not None, chain.group, chain.device):
-            self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._arrived[1:], strict=True)]
+        while anywhere((last := self._last_to_run_again()) is not None, chain.group, chain.device):
             # Several processes must run equally many stages, but may have different `last`: let each run all.
             self.walk(last=None if several_processes() else last)
         return anywhere(self.arriving != before, chain.group, chain.device)
 
-    def _last_that_differs(self) -> int | None:
-        """Return the index of the last stage that must run again, since its output's gradients have other layouts than
-        assumed in its run. If a stage of equal signature has run with these layouts, its findings are taken instead.
+    def _last_to_run_again(self) -> int | None:
+        """Return the index of the last stage to run again: of the first one like each whose output's gradients have
+        other layouts than assumed in its run. If such a stage has run with these layouts, take its findings instead.
         """
-        last = None
+        again: dict[int, Layouts] = {}
         for stage in reversed(range(len(self._stages))):
             due = _unlike(self._outputs[stage], self._arrived[stage + 1])
             if due == self.arriving[stage]:
                 continue
-            if (given := self._given.get(self._asked(stage, due))) is None:
-                last = stage if last is None else last
+            asked = self._asked(stage, due)
+            if (given := self._given.get(asked)) is None:
+                again[next(each for each in range(stage + 1) if self._asked(each, due) == asked)] = due
             else:
                 self.arriving[stage], self._arrived[stage] = due, self._with_handed_on(stage, given, due)
-        return last
+        for stage, due in again.items():
+            self.arriving[stage] = due
+        return max(again, default=None)
 
     def _asked(self, number: int, arriving: Layouts) -> Hashable:
         passed = tuple(offers_of(self._stages[number][1]).handed_on.items())
@@ -225,12 +227,8 @@ class DiscoveryPass:
         runner, trials = chain.runner(number), self._trials.setdefault(self._alike[number], {})
         # A captured stage owns all parameters that it uses: do not check it.
         check = partial(refuse_lost_gradients, name, function) if new and not isinstance(function, HasKind) else None
-        # Trials use saved-tensor hooks, and autograd calls only the innermost hooks. So each has a run of its own.
-        for keeper in runner.suiting if new else ():
-            # torch.func transforms refuse hooks; any other error is raised again by the run below.
-            with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
-                trials[keeper.name] = keeper.trial(runner.forward, function, leaves_of(value))
-        return stage_layouts(
+        layouts = partial(
+            stage_layouts,
             runner,
             value,
             chain.device,
@@ -238,6 +236,24 @@ class DiscoveryPass:
             arriving=self._to_run(number, self.arriving[number]),
             before_backward=check or (lambda *_: None),
         )
+
+        def tried(keeper: Keeper, value: Any) -> Any:
+            made: list[Any] = []
+
+            def run(value: Any) -> Any:
+                made[:] = [runner.forward(value)]
+                return made[0]
+
+            trials[keeper.name] = keeper.trial(run, function, value)
+            return made.pop() if made else runner.forward(value)
+
+        found = None
+        # Trials use saved-tensor hooks, and autograd calls only the innermost ones. So each has a run of its own.
+        for keeper in (each for each in runner.suiting if new and not each.keeps_the_rest):
+            # torch.func transforms refuse hooks; any other error is raised again by the run below.
+            with suppress(RuntimeError):
+                found = layouts(forward=partial(tried, keeper))
+        return found or layouts()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         name, function = self._stages[number]

@@ -25,9 +25,20 @@ def freeze_gc() -> Iterator[None]:
     if gc.get_freeze_count():  # do nothing, since `unfreeze` would also unfreeze what the caller has frozen
         yield
         return
-    gc.collect(1)  # free recent garbage, which may hold tensors
-    gc.freeze()
+    _freezes.append(None)
     try:
+        freeze_again()
         yield
     finally:
+        _freezes.clear()
         gc.unfreeze()
+
+
+_freezes: list[None] = []  # has an entry inside `freeze_gc`, unless the caller has frozen objects
+
+
+def freeze_again() -> None:
+    """Inside `freeze_gc`, exclude objects that exist now, such as those of a capture: a scan would spoil a timing."""
+    if _freezes:
+        gc.collect(1)  # free recent garbage, which may hold tensors
+        gc.freeze()

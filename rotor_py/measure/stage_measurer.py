@@ -65,7 +65,7 @@ from rotor_py.stage.forward_state import (
     remember_moving,
 )
 from rotor_py.stage.named_state import named_values
-from rotor_py.stage.protocol import ELSEWHERE, Keeper, offers_of
+from rotor_py.stage.protocol import ELSEWHERE, Keeper, both, offers_of
 from rotor_py.stage.replayed_routing import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
 from rotor_solver.watching import Progress
@@ -184,9 +184,9 @@ class StageMeasurer:
         """Measure all stages; return the chain's output."""
         self._survey.walk(progress)
         self._survey.settle()
-        self._measure(progress)
-        value = self._input  # run again for the output, which was freed, as it might not fit into memory with a graph
-        for number, (_, function) in enumerate(self._chain.cut.stages):
+        last, value = self._measure(progress)
+        # Run again for the output, which was freed, as it might not fit into memory with a graph.
+        for number, (_, function) in [*enumerate(self._chain.cut.stages)][last:]:
             with gathered(function, self._chain.cut.sharding):
                 value = self._chain.run(self._chain.runner(number), value)
         return value
@@ -196,7 +196,8 @@ class StageMeasurer:
         if self._survey.settle(of_output):
             self._measure()
 
-    def _measure(self, progress: Progress | None = None) -> None:
+    def _measure(self, progress: Progress | None = None) -> tuple[int, Any]:
+        """Measure and time all stages; return the index of one of the last stages, and its input."""
         self._forget_stages()
         value, stages = self._input, self._chain.cut.stages
         for number, (name, _) in enumerate(stages):
@@ -210,21 +211,24 @@ class StageMeasurer:
         del value, outputs
         if progress is not None:
             progress(len(stages), len(stages), "again, for their times")
-        self._time()
+        return self._time()
 
     def time_again(self) -> float:
         """Time all stages once more; return the sum of their seconds in this pass."""
         self._time_stages({*range(len(self._chain.cut.stages))})
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
-    def _time(self) -> None:
+    def _time(self) -> tuple[int, Any]:
+        reached = 0, self._input
         while wanted := self._wanted():
-            self._time_stages(wanted)
+            reached = 0, self._input  # free the input of another stage before stages run
+            reached = self._time_stages(wanted)
             self._unkept |= {self._kinds[number] for number in wanted}
         while self._unkept:
             kind = self._unkept.pop()
             if self._cache is not None:
                 self._cache.keep(kind, self._known[kind][1], self._times.runs_of(kind))
+        return reached
 
     def measurement(self, loss: LossCost) -> Measurement:
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
@@ -268,16 +272,19 @@ class StageMeasurer:
             carried = {name: position for name, position in carried.items() if name in self._carried.now}
         with gathered(function, self._chain.cut.sharding):
             beside = self._carried.addresses
-            memory = self._find(number, value, beside, carried)
+            memory, made = self._find(number, value, beside, carried)
             cost = memory.bytes[0]
             self._decided_bytes += memory.decided_bytes
             self.activation_bytes = cost.activation_bytes
             kind, group = self._kinds[-1], self._options.group
             if ELSEWHERE in self._options.keepers and anywhere(kind not in self._offloadable, group, self._device):
+                made = None  # free it before a run with a graph
                 exact = [way for way in memory.ways if word_of([way]) is None]
                 runners = self._stored(number, exact)
                 self._offloadable[kind] = offloadable_bytes(["", *exact], runners, value, group, self._device)
-            value = self._chain.run(self._chain.runner(number), value)
+            if made is None:  # bytes are known, so the stage has not run above: run it for the next stage's input
+                made = self._chain.run(self._chain.runner(number), value)
+            value = self._handed_on(number, made)
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
@@ -287,7 +294,8 @@ class StageMeasurer:
         # A stage may contain collectives, so if one process needs another time of it, all processes time it.
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._options.group, self._device)}
 
-    def _time_stages(self, wanted: set[int]) -> None:
+    def _time_stages(self, wanted: set[int]) -> tuple[int, Any]:
+        """Time the stages `wanted`; return the index of the last of them, and its input."""
         value, last = self._input, max(wanted)
         with stopwatch(self._device) as watch:
             for number in range(last + 1):
@@ -314,6 +322,7 @@ class StageMeasurer:
                     if number < last:
                         value = self._handed_on(number, output)
                     del output
+        return last, value
 
     def _handed_on(self, number: int, output: Any) -> Any:
         value = leaves_of(output)
@@ -321,7 +330,10 @@ class StageMeasurer:
             tensor.requires_grad_(needed)
         return value
 
-    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> StageFindings:
+    def _find(
+        self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]
+    ) -> tuple[StageFindings, Any]:
+        """Return what is known about a stage and, if it was measured for this, its output, else None."""
         _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple(carried.values())
@@ -333,11 +345,12 @@ class StageMeasurer:
         stepped = self._steps[number]
         places = last, apart, silent, arriving, stepped
         kind = (stage_signature(function, value), named_values(function), self.activation_bytes, found, *places)
+        output = None
         if anywhere(kind not in self._known, self._options.group, self._device):
             owned = (*self._owned, *storages(trained_parameters(function)), *beside)
             fresh = self._options.fresh_gradients or any(each is not None for each in stepped)
             context = StageContext(self._device, self.activation_bytes, owned, fresh, *places)
-            memory = self._weigh(number, value, context, kind)
+            memory, output = self._weigh(number, value, context, kind)
             # Without `owned`, the addresses of this stage, the context holds for all stages of this signature.
             self._known[kind] = replace(context, owned=()), memory
         self._kinds.append(kind)
@@ -345,34 +358,44 @@ class StageMeasurer:
         remember_moving(function, memory.moving)
         if memory.undecided:  # do not record routing decisions, which may take longer than the stage itself
             remember_undecided(function)
-        return memory
+        return memory, output
 
-    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageFindings:
+    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> tuple[StageFindings, Any]:
         kept = None if self._cache is None else self._cache.find(kind)
         # Use a measurement from the cache only if this stage still offers all storage modes in it.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             self._times.add_earlier(kind, kept[1])
-            return kept[0]
+            return kept[0], None
         name, function = self._chain.cut.stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
-        offered = offered_everywhere(paying, self._options.group, self._device)
+        offered = self._without_doubles(number, value, offered_everywhere(paying, self._options.group, self._device))
         with stopwatch(self._device) as watch:
             # A predicted time (`exact`) would include the memory meter's work, so do not time this run.
-            found, run = measure_ways(self._stored(number, offered), value, context, None if watch.exact else watch)
+            timing = None if watch.exact else watch
+            found, run, output = measure_ways(self._stored(number, offered), value, context, timing)
         less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
         names = tuple(name for name, _ in less)
         if run is not None:
             seconds = dict(zip(("", *offered), run.ways, strict=True))
             self._times.add(kind, StageRun(tuple(seconds[name] for name in ("", *names))))
         self._unkept.add(kind)
-        return StageFindings(
-            (found[0], *(way for _, way in less)),
-            decided_bytes(function),
-            recall_moving(function),
-            names,
-            decides_nothing(function),
-        )
+        ways = (found[0], *(way for _, way in less))
+        bytes_decided, moving = decided_bytes(function), recall_moving(function)
+        return StageFindings(ways, bytes_decided, moving, names, decides_nothing(function)), output
+
+    def _without_doubles(self, number: int, value: Any, ways: tuple[str, ...]) -> tuple[str, ...]:
+        """Of two modes in `ways` that differ by a keeper, drop the one that a trial, cheaper than both, rules out."""
+        runners, dropped = dict(zip(ways, self._stored(number, ways)[1:], strict=True)), set[str]()
+        for keeper in self._chain.runner(number).suiting:
+            for way in [each for each in ways if both(each, keeper.name) in ways]:
+                function = runners[way].function
+                with isolated(function, self._device), torch.enable_grad():
+                    less = keeper.trial(runners[way].forward, function, leaves_of(value)).clearly_less
+                if less is not None:
+                    fewer = anywhere(less, self._options.group, self._device)
+                    dropped.add(way if fewer else both(way, keeper.name))
+        return tuple(way for way in ways if way not in dropped)
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         runner = self._chain.runner(number, ways)

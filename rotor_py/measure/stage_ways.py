@@ -15,7 +15,6 @@ from rotor_profiling.storage import allocated
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere, gather_objects
 from rotor_py.measure.measurement import Way
-from rotor_py.stage.compression import word_of
 from rotor_py.stage.protocol import ELSEWHERE, base_of, both
 from rotor_py.stage.runner import StageRunner, run_offloadable
 
@@ -31,18 +30,12 @@ def saving_ones(
     whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[tuple[str, StageBytes]]:
     """Return the modes that in any process save clearly fewer bytes (`clearly_less`) than the mode to which they add a
-    keeper (`base_of`), or without one, than the `whole` stage. Drops that mode if the added keeper does not round.
+    keeper (`base_of`), or, if that is not among `ways`, than the `whole` stage.
     """
     saved = {name: way.saved_bytes for name, way in ways}
-    found, replaced = [], set()
-    for name, way in ways:
-        base = base_of(name, saved)
-        before = whole.saved_bytes if base is None else saved[base]
-        if anywhere(clearly_less(way.saved_bytes, before), group, device):
-            found.append((name, way))
-            if word_of([name]) is None:
-                replaced.add(base)
-    return [(name, way) for name, way in found if name not in replaced]
+    bases = {name: base_of(name, saved) for name in saved}
+    before = {name: whole.saved_bytes if base is None else saved[base] for name, base in bases.items()}
+    return [each for each in ways if anywhere(clearly_less(saved[each[0]], before[each[0]]), group, device)]
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rotor_profiling.stage.cost import clearly_less
 from rotor_profiling.storage import storages, tensors_in
 from rotor_py.stage.compressing_hooks import LEAST_BYTES, Form, Keeping, owned_tensors
 from rotor_py.stage.protocol import Keeper, Run, Trial, offers_of, parted
@@ -145,9 +146,12 @@ class Packed(Keeper):
         outputs = {each.untyped_storage()._cdata for each in tensors_in(output)}
         saved = sum(plain for plain, _ in tried.storages.values())
         spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
-        present = storages(tensors_in([value, output, owned_tensors(function)]))
-        saved_bytes = sum(size for address, size in seen.items() if address not in present)
-        return Trial(spared >= _LEAST_SHARE * saved and spared > 0, saved_bytes)
+        present = storages(tensors_in([value, owned_tensors(function)]))
+        made = storages(tensors_in(output))
+        saved_bytes = sum(size for address, size in seen.items() if address not in present and address not in made)
+        held = saved_bytes + sum(size for address, size in made.items() if address not in present)
+        clearly = clearly_less(held - spared, held) if self.exact else None
+        return Trial(spared >= _LEAST_SHARE * saved and spared > 0, saved_bytes, clearly)
 
     def keep(self, memory: torch.Tensor) -> Saved | None:
         if memory.dtype == torch.bool:

@@ -155,6 +155,7 @@ class Trial(NamedTuple):
 
     pays: bool = False  # whether the mode is worth measuring
     saved_bytes: int = 0  # that autograd saved in the run, except parameters, inputs, outputs and storages below a page
+    clearly_less: bool | None = None  # whether it saves clearly fewer bytes than `run` does; None if it may round
 
 
 class Keeper:

@@ -71,6 +71,13 @@ def assert_same_gradients(planned: Checkpointable, plain: nn.Module, batch: Batc
 PACKED = {**words(), "position_ids": torch.arange(16).remainder(8).expand(3, 16).contiguous()}
 
 
+def test_a_graph_whose_answers_are_wrong_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut, stages_of = [], captured_graph.stages_of
+    monkeypatch.setattr(captured_graph, "stages_of", lambda *given: cut.append(given) or stages_of(*given))
+    Checkpointable(llama(), words(padded=True), cache=False)
+    assert len(cut) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "batch", "masked"),

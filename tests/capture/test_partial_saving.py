@@ -21,6 +21,7 @@ from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.graph.selective_recompute import IN_PART
+from rotor_py.measure import stage_measurer
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable
 from tests.capture.steps import adamw, assert_same_step, assert_trains_inside, compare, in_part, with_options
@@ -372,3 +373,18 @@ def test_autocast_is_that_of_the_forward() -> None:
     assert any(names_in_part(planned))
     planned.sequence = in_part(planned, again=1)
     assert_same_step(planned, model, batch, around=torch.autocast("cpu", torch.bfloat16))
+
+
+def test_of_two_modes_that_differ_by_packing_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, saving_ones = set[str](), stage_measurer.saving_ones
+
+    def noted(whole: Any, ways: Any, *rest: Any) -> Any:
+        names = {name for name, _ in ways}
+        assert not any(f"{name}, packed" in names for name in names)
+        found.update(names)
+        return saving_ones(whole, ways, *rest)
+
+    monkeypatch.setattr(stage_measurer, "saving_ones", noted)
+    captured(NewGelu(), NewGelu())
+    captured(Gated(), Gated())
+    assert {IN_PART, f"{IN_PART}, packed"} <= found

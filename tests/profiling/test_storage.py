@@ -52,7 +52,7 @@ def cost(function: Callable[[Any], Any], value: Any, **options: Any) -> StageCos
     runner = StageRunner(function, "stage", preserve_rng_state=False)
     context = StageContext(owned=owned, **options)
     stage_layouts(runner, value, context.device)  # the first run: libraries choose algorithms
-    (found,), _ = measure_ways((runner,), value, context)
+    (found,), *_ = measure_ways((runner,), value, context)
     with stopwatch(context.device) as watch:
         runs = [time_ways((runner,), value, context, watch)[0] for _ in range(3)]
     return StageCost.of(found, estimate(runs)[0])

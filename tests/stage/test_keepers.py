@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from rotor_profiling import memory_meter, storage_bytes
 from rotor_py.stage.compressing_hooks import Keeping
-from rotor_py.stage.compression import Packed, packed_bits, unpacked_bits
+from rotor_py.stage.compression import FEWER_BITS, Packed, packed_bits, unpacked_bits
 from rotor_py.stage.partial_storage import Call, PartialSaving, Recipe, Value
 from tests.checkpointable.steps import without_collector
 from tests.fields import raises
@@ -313,3 +313,7 @@ def test_a_trial_finds_what_packing_spares() -> None:
     trial = Packed().trial(layer, layer, torch.randn(64, 64, requires_grad=True))
     assert trial.pays
     assert trial.saved_bytes
+    assert trial.clearly_less
+    few = nn.Sequential(*layer, *(each for _ in range(90) for each in (nn.Linear(64, 64), nn.Tanh())))
+    assert Packed().trial(few, few, torch.randn(64, 64, requires_grad=True)).clearly_less is False
+    assert FEWER_BITS["bf16"].trial(layer, layer, torch.randn(64, 64, requires_grad=True)).clearly_less is None

@@ -91,28 +91,33 @@ def clearly_less(saved: int, than: int) -> bool:
 
 def measure_ways(
     runners: Sequence[Runner], value: Any, context: StageContext, watch: Stopwatch | None = None
-) -> tuple[tuple[StageBytes, ...], StageRun | None]:
+) -> tuple[tuple[StageBytes, ...], StageRun | None, Any]:
     """Measure the bytes of one stage in the storage mode of each runner, without changing the model.
 
-    Returns the bytes for each runner, and the seconds of the same runs, which metering hardly slows; None without a
-    `watch`. The first runner must store the whole stage. The stage must have run before: in its first run, libraries
-    choose algorithms and allocate memory that stays. Raises ValueError for a device type that cannot be measured.
+    Returns the bytes for each runner, the seconds of the same runs, which metering hardly slows, and the output of a
+    run without a graph. Seconds are None without a `watch`. The first runner must store the whole stage. The stage must
+    have run before: in its first run, libraries choose algorithms and allocate memory that stays. Raises ValueError for
+    a device type that cannot be measured.
     """
     # With several processes, the CPU's profiler may miss frees (Rule 5 of `step.py`). So take the least of three runs.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
-            rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
+            rounds = []
+            for _ in range(repeats):
+                output = None  # free that of the round before
+                found, run, output = _measure_once(runners, value, parameters, context, watch)
+                rounds.append(found)
         # Bytes in memory when the optimizer steps the first parameter of a recomputed stage, besides the gradient of
         # its input: those of the step, and the gradients of all parameters, which the stage's node returns together.
         steps = [nbytes for nbytes in context.stepped if nbytes is not None]
         after_replay = bytes_like(parameters) + max(steps) if steps else 0
-    ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
+    ways = tuple(map(_least, zip(*rounds, strict=True)))
     # Less activation and saved bytes, which the solver adds to the temporary bytes: both are freed before this step.
     needs = [max(each.replay_temp_bytes, after_replay - each.activation_bytes - each.saved_bytes) for each in ways]
     if after_replay:
         ways = tuple(replace(way, replay_temp_bytes=need) for way, need in zip(ways, needs, strict=True))
-    return ways, rounds[-1][1]
+    return ways, run, output
 
 
 def _measure_once(
@@ -121,14 +126,21 @@ def _measure_once(
     parameters: list[torch.Tensor],
     context: StageContext,
     watch: Stopwatch | None,
-) -> tuple[tuple[StageBytes, ...], StageRun | None]:
+) -> tuple[tuple[StageBytes, ...], StageRun | None, Any]:
     with memory_meter(context.device) as meter, torch.no_grad():
         output, surroundings = runners[0].first(value)
     rise = meter.phases[""].rise
-    given, made = {*context.owned, *storages(tensors_in(value))}, storages(tensors_in(output))
+    tensors = tensors_in(output)
+    given, made = {*context.owned, *storages(tensors_in(value))}, storages(tensors)
     left = {at: size for at, size in storages(left_tensors(runners[0].function)).items() if at not in given}
     saved_left = sum(size for at, size in left.items() if at not in made)
-    del output
+    carried = storages(tensors[position] for position in context.carried)
+    silent = storages(tensors[position] for position in context.silent)
+    activation = storage_bytes(tensors, [*context.owned, *carried, *silent])
+    carried_bytes = sum(size for address, size in carried.items() if address not in context.owned)
+    counted = {*context.owned, *carried, *storages(tensors_in(value))}
+    silent_bytes = sum(size for address, size in silent.items() if address not in counted)
+    del output, tensors
     seconds, shown = [], []
     for runner in runners:
         runner.make_ready()
@@ -136,8 +148,9 @@ def _measure_once(
         with memory_meter(context.device) as meter:
             seconds.append(_run_in_graph(runner, value, parameters, context, meter, watch))
             found = _run_with_own_graph(runner, value, context, meter, surroundings)
-        held = 0
-        if "dropping" in meter.phases:
+        dropped = -meter.phases["dropping"].kept if "dropping" in meter.phases else 0
+        held = dropped  # which a caller holds during the backward, if the graph keeps no silent output
+        if "dropping" in meter.phases and (dropped < silent_bytes or "backward" not in meter.phases):
             with memory_meter(context.device) as other:
                 _run_in_graph(runner, value, parameters, replace(context, silent_held=True), other, None)
             held = max(0, _backward_peak(other.phases) - _backward_peak(meter.phases))
@@ -148,13 +161,6 @@ def _measure_once(
         with torch.no_grad():
             output = runners[0].again(value, surroundings)
         meter.mark("between")
-    tensors = tensors_in(output)
-    carried = storages(tensors[position] for position in context.carried)
-    silent = storages(tensors[position] for position in context.silent)
-    activation = storage_bytes(tensors, [*context.owned, *carried, *silent])
-    carried_bytes = sum(size for address, size in carried.items() if address not in context.owned)
-    counted = {*context.owned, *carried, *storages(tensors_in(value))}
-    silent_bytes = sum(size for address, size in silent.items() if address not in counted)
     # A node runs a stage that leaves tensors in attributes with a graph, to see which of them need a gradient.
     shown_rise = shown[0][0]["forward"].rise if leaves_tensors(runners[0].function) else 0
     nograd_temp = max(0, max(rise, shown_rise, meter.phases["again"].rise) - activation)
@@ -165,7 +171,7 @@ def _measure_once(
             found, activation_bytes=activation, nograd_temp_bytes=nograd_temp, left_bytes=sum(left.values())
         )
         ways.append(_bytes_of(phases, known, apart, silent_bytes, context))
-    return tuple(ways), None if watch is None else StageRun(tuple(seconds))
+    return tuple(ways), None if watch is None else StageRun(tuple(seconds)), output
 
 
 def _backward_peak(phases: Mapping[str, Phase]) -> int:
@@ -334,18 +340,19 @@ def stage_layouts(
     value: Any,
     device: torch.device,
     *,
+    forward: Callable[[Any], Any] | None = None,
     silent: Sequence[int] = (),
     arriving: Layouts = (),
     before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] = lambda *_: None,
 ) -> tuple[Layouts, Any]:
     """Return the strides of the gradients that a stage's backward returns for its input `value`, and its output.
 
-    The returned output is detached, but keeps `requires_grad`. The model does not change. Between forward and backward,
-    calls `before_backward` with input, output (in the graph) and parameters.
+    The returned output is detached, but keeps `requires_grad`. The model does not change. `forward` replaces that of
+    the runner. Between forward and backward, calls `before_backward` with input, output (in the graph) and parameters.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)
-        output = runner.forward(leaf)
+        output = (forward or runner.forward)(leaf)
         before_backward(leaf, output, parameters)
         made, outputs = leaves_of(output), tensors_in(output)
         gradients = gradients_for(outputs, silent, arriving)

@@ -326,14 +326,18 @@ def _operator(node: fx.Node) -> tuple[str, str]:
     return node.op, str(node.target) if node.op.startswith("call") else ""
 
 
+def shared_by_stages(facts: GraphFacts) -> list[fx.Node]:
+    """Return the nodes outside of the body whose values it reads: all stages share them."""
+    early = {*facts.context, *facts.given}
+    return [each for each in _read_by(facts.body, facts) if each in early]
+
+
 def stages_of(
-    facts: GraphFacts, cuts: CutPoints, weights: list[int], names: list[str] | None = None
-) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
-    """Return pairs of a name and a stage, the nodes whose values all stages share, and the last stage's outputs."""
+    facts: GraphFacts, cuts: CutPoints, weights: list[int], shared: list[fx.Node], names: list[str] | None = None
+) -> tuple[list[tuple[str, nn.Module]], list[fx.Node]]:
+    """Return pairs of a name and a stage, and the last stage's outputs. All stages share the values of `shared`."""
     pieces = [facts.body[low:high] for low, high in itertools.pairwise([0, *(end + 1 for end in cuts.ends)])]
     names = name_pieces(pieces, dict(zip(facts.body, weights, strict=True))) if names is None else names
-    early = {*facts.context, *facts.given}
-    shared = [each for each in _read_by(facts.body, facts) if each in early]
     made = set(facts.body)
     leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
     result: list[tuple[str, nn.Module]] = []
@@ -342,7 +346,7 @@ def stages_of(
     for number, (name, piece) in enumerate(zip(names, pieces, strict=True)):
         last = number == len(pieces) - 1
         outputs = leaving if last else cuts.live[cuts.ends[number]]
-        used = [each for each in _read_by(piece, facts) if each in early]
+        used = [each for each in _read_by(piece, facts) if each in shared]
         tensors = [node for node in outputs if tensors_of(node)]
         stage = GraphStage(
             Emitter(facts, [*inputs, *used], piece),
@@ -358,7 +362,7 @@ def stages_of(
         )
         result.append((name, stage))
         inputs = outputs
-    return result, shared, leaving
+    return result, leaving
 
 
 def _read_by(nodes: Iterable[fx.Node], facts: GraphFacts) -> list[fx.Node]:
