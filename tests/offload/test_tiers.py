@@ -480,10 +480,10 @@ def test_no_byte_has_two_owners_and_all_come_back(seed: int) -> None:
         else:
             nbytes = rng.randint(1, 5 * ALIGNMENT)
             mine.append(space.take(nbytes))
-            assert mine[-1].size >= nbytes
-        assert all(one.end <= other.start for one, other in pairwise(sorted(mine)))
-        assert space.end >= max((each.end for each in mine), default=0)
-        assert space.taken == sum(each.size for each in mine)
+            assert mine[-1][1] >= nbytes
+        assert all(sum(one) <= other[0] for one, other in pairwise(sorted(mine)))
+        assert space.end >= max(map(sum, mine), default=0)
+        assert space.taken == sum(size for _, size in mine)
     for each in mine:
         space.give_back(each)
     assert (space.end, space.taken) == (0, 0)
