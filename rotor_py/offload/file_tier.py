@@ -157,7 +157,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
 def _wait(last: Future[None]) -> None:
     """Wait for a copy. Raises OffloadError if it failed."""
     if (error := last.exception()) is not None:
-        # A new error each time: with a traceback, the stored one would refer to the callers' frames, and so to the copy.
+        # A new error each time: with a traceback, the stored one would refer to this frame, and so to the copy.
         raise copy.copy(error) from error.__cause__
 
 
