@@ -6,6 +6,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from types import SimpleNamespace
 
 from rotor_py.report.curve_pictures import SCREEN, round_numbers
@@ -105,27 +107,20 @@ def _largest(layers: list[Layer], at: int) -> str:
 
 def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
     """Yield an SVG path around each run of columns in which a layer, between `below` and `above`, is not empty."""
-    start = 0
-    while start < len(below):
-        end = start
-        while end < len(below) and above[end] < below[end]:  # y grows downwards
-            end += 1
-        if end > start:
-            columns = range(start, end)
-            edge = [f"M{LEFT + step * start:.1f} {below[start]:.1f}"]
-            edge += _stairs([above[at] for at in columns], [LEFT + step * (at + 1) for at in columns])
-            edge += _stairs([below[at] for at in reversed(columns)], [LEFT + step * at for at in reversed(columns)])
+    for filled, run in groupby(range(len(below)), key=lambda at: above[at] < below[at]):  # y grows downwards
+        if filled:
+            columns = list(run)
+            edge = [f"M{LEFT + step * columns[0]:.1f} {below[columns[0]]:.1f}"]
+            edge += _stairs([(above[at], LEFT + step * (at + 1)) for at in columns])
+            edge += _stairs([(below[at], LEFT + step * at) for at in reversed(columns)])
             yield "".join(edge) + "Z"
-        start = max(end, start + 1)
 
 
-def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
-    """Yield SVG commands of a stepped line: at `heights[i]` up to x = `ends[i]`; equal neighbours make one step."""
-    for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
-        if at == 0 or height != heights[at - 1]:
-            yield f"V{height:.1f}"
-        if at + 1 == len(heights) or heights[at + 1] != height:
-            yield f"H{end:.1f}"
+def _stairs(steps: list[tuple[float, float]]) -> Iterator[str]:
+    """Yield SVG commands of a line with steps (height, x of its end); equal neighbours make one step."""
+    for height, run in groupby(steps, key=itemgetter(0)):
+        *_, (_, end) = run
+        yield f"V{height:.1f}H{end:.1f}"
 
 
 ROW, LANE = 14, 14
