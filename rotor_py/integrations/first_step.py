@@ -67,9 +67,9 @@ class FirstTrainingStep:
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []  # optimizers of other models that have stepped
         self._over = False
-        # error to end the program with: one that `found` raised, or InfeasibleError
+        # Error that ends the program: one that `found` raised, or an InfeasibleError before `found` was called. The
+        # program may catch it or raise another; the caller of `watched` gets this one.
         self._ended: BaseException | None = None
-        self._cannot_fit: InfeasibleError | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -83,14 +83,13 @@ class FirstTrainingStep:
         except KeyboardInterrupt:
             raise
         except BaseException:
-            if self._cannot_fit is not None:
-                raise self._cannot_fit from None  # even if the program raised another error
-            raise
+            if self._ended is None:
+                raise
         finally:
             hook.remove()
-            self._ended = None  # its traceback would keep the program's objects alive
-        if self._cannot_fit is not None:
-            raise self._cannot_fit  # the program has caught this error, but the caller of `watched` needs it
+            ended, self._ended = [self._ended], None
+        if ended[0] is not None:
+            raise ended.pop()  # no variable may keep it: its traceback would keep the program's objects alive
         if self._over:
             return
         if self._planned is not None and self._planned.went_back:
@@ -153,7 +152,7 @@ class FirstTrainingStep:
                 network.refuse_what_cannot_fit(sample)
             network.measure(sample, closely=self._closely)
         except InfeasibleError as error:
-            self._over, self._ended, self._cannot_fit = True, error, error
+            self._over, self._ended = True, error
             raise
         except UnsupportedModelError as error:
             self._refused = self._refused or error
