@@ -31,7 +31,7 @@ from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.cuda_operators import cuda_operators
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, construct_on_meta
 from rotor_py.estimation.roofline import operator_seconds, scratch_bytes
-from rotor_py.estimation.simulated_step import Communication, SimulatedStep, find_reservation, followed_by_plan
+from rotor_py.estimation.simulated_step import SimulatedStep, find_reservation, find_room, promise
 
 # Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
 # Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53).
@@ -206,7 +206,6 @@ class SimulatedDevices:
             shard if callable(shard) else partial(shard_parameters, sharding=shard or "blocks", precision=precision)
         )
         self._mesh: DeviceMesh | None = None
-        self._communication = Communication(devices.each)
         self._mode = DeviceFakeMode()
         self.fakes = FakeCopies(self._mode)  # makes fake copies of models, samples and optimizers
 
@@ -232,14 +231,12 @@ class SimulatedDevices:
     def follow(self, step: SimulatedStep) -> None:
         """With several devices, plan the measured model of `step` with the communication bytes that its step takes."""
         if self._mesh is not None:
-            self._communication.find_room(step)
+            find_room(step, self.devices.each)
 
     def reserve(self, step: SimulatedStep, *, keep_limit: bool) -> Reservation:
-        device = self.devices.each
-        if self._mesh is None:
-            return find_reservation(step, device, lambda: followed_by_plan(step, device).events, keep_limit=keep_limit)
-        found = find_reservation(step, device, partial(self._communication.requests, step), keep_limit=keep_limit)
-        self._communication.promise(step)
+        found = find_reservation(step, self.devices.each, keep_limit=keep_limit)
+        if self._mesh is not None:
+            promise(step, self.devices.each)
         return found
 
     @contextmanager
