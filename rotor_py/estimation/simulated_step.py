@@ -34,6 +34,7 @@ from rotor_py.estimation.roofline import scratch_bytes
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.planned_model import plan_of
 from rotor_py.plan.step_spec import arguments_of
+from rotor_py.validate.steps import tensors_before_step
 from rotor_solver import InfeasibleError
 
 
@@ -80,13 +81,6 @@ class SimulatedStep:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         self._step_optimizer()
-
-    def present(self) -> list[torch.Tensor]:
-        """Return parameters, buffers, gradients, optimizer state and input: the tensors in memory before the step."""
-        parameters = list(self.network.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
-        return [*parameters, *self.network.buffers(), *gradients, *state, *tensors_in(self.value)]
 
     @contextmanager
     def state_restored(self) -> Iterator[None]:
@@ -196,7 +190,7 @@ def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
 
 
 def _traced(step: SimulatedStep, device: Device, steps: int) -> FollowedStep:
-    followed = FollowedStep(step.present(), device)
+    followed = FollowedStep(tensors_before_step(step.network, step.optimizer, step.value), device)
     with step.state_restored(), gathering_apart(followed), followed:
         for _ in range(steps):
             step()

@@ -156,6 +156,12 @@ def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             state.update({parameter: tree_unflatten(leaves, spec) for parameter, leaves, spec in before})
 
 
+def tensors_before_step(model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any) -> list[torch.Tensor]:
+    state = [] if optimizer is None else tensors_in(list(optimizer.state.values()))
+    parameters = list(model.parameters())
+    return [*parameters, *gradients_of(parameters), *model.buffers(), *state, *tensors_in(sample)]
+
+
 TIMED_STEPS = 3  # number of steps whose median time counts: the least for which one slow step does not matter
 
 # What a step calls: the model itself, or a `Checkpointable` or compiled form of it with the same parameters.
@@ -251,9 +257,7 @@ class TrainingStep:
         self.model.zero_grad(set_to_none=self.fresh_grads or self.in_backward)
 
     def _present(self) -> list[torch.Tensor]:
-        state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
-        parameters = list(self.model.parameters())
-        return [*parameters, *gradients_of(parameters), *self.model.buffers(), *state, *tensors_in(self.sample)]
+        return tensors_before_step(self.model, self.optimizer, self.sample)
 
     def _same_state(self) -> AbstractContextManager[None]:
         """With `in_backward`, restore the optimizer's state after the context: the compared parameters depend on it."""
