@@ -165,11 +165,7 @@ def lives(
 ) -> Iterator[SimpleNamespace]:
     """Yield the rows in which a stage is stored as `kind`, a key of `WORDS`; `last` frees it, unless it `stays`."""
 
-    def life(last: int, stays: bool) -> SimpleNamespace:
-        title = f"{name}: {WORDS[now]}"
-        return SimpleNamespace(stage=stage, kind=now, first=first, last=last, stays=stays, title=title)
-
-    first, now, way, away = 0, "", "kept", False
+    kinds, way, away = [], "kept", False
     for row, moment in enumerate(found):
         if isinstance(moment.operation, ForwardEnable) and moment.operation.stage == stage:
             way = kept_kind(chain.stages[stage], moment.operation.option)
@@ -178,13 +174,15 @@ def lives(
         kept = "input" if moment.inputs.get(stage) else ""
         if stage + 1 in moment.attached:
             kept = "kept" if way == "elsewhere" and not away else way
-        if kept == now:
-            continue
+        kinds.append(kept)
+    end = 0
+    for now, run in groupby(kinds):
+        first, end = end, end + len(list(run))
         if now:
-            yield life(row, bool(kept) and moment.operation != Backward(stage))
-        first, now = row, kept
-    if now:
-        yield life(len(found) - 1, True)
+            freed = end < len(found)  # by the operation of the row `end`
+            stays = not freed or (bool(kinds[end]) and found[end].operation != Backward(stage))
+            last, title = end if freed else end - 1, f"{name}: {WORDS[now]}"
+            yield SimpleNamespace(stage=stage, kind=now, first=first, last=last, stays=stays, title=title)
 
 
 def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamespace]:
