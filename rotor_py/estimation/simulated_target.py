@@ -30,7 +30,7 @@ from rotor_py.estimation.caching_allocator import MIN_BLOCK
 from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.cuda_operators import cuda_operators
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, construct_on_meta
-from rotor_py.estimation.roofline import operator_seconds, scratch_bytes
+from rotor_py.estimation.roofline import scratch_bytes, work_of
 from rotor_py.estimation.simulated_step import SimulatedStep, find_reservation, find_room, promise
 
 # Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
@@ -122,14 +122,14 @@ class PredictedDevice(Prediction):
 
 
 def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
-    """Return a simulation of `device`, one of `count` equal ones, with seconds by `operator_seconds`."""
+    """Return a simulation of `device`, one of `count` equal ones, with seconds by `work_of`."""
     return PredictedDevice(
         kind="cuda",
         name=device.name,
         count=count,
         host_bandwidth=_BOTH_WAYS * device.pcie_bandwidth,
         memory_bytes=device.usable_bytes,
-        seconds=partial(operator_seconds, device),
+        seconds=lambda *call: work_of(*call).seconds(device),
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
         storages=Storages(MIN_BLOCK, fake=True),
