@@ -164,9 +164,6 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def world_of(size: int) -> Iterator[DeviceMesh]:
     """Within the context, this process is rank 0 of `size` simulated processes. Yields the device mesh of all."""
-    if not dist.is_available():
-        message = "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
-        raise UnsupportedModelError(message, kind="no_distributed")
     if dist.is_initialized():
         message = "predict a step of several devices before init_process_group, or in a separate process"
         raise UnsupportedModelError(message, kind="has_process_group")
