@@ -27,7 +27,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from rotor_py.errors import DescribedError, InvalidValueError
+from rotor_py.errors import DescribedError
 from rotor_py.ranges import Ranges
 from rotor_py.units import format_bytes
 
@@ -140,9 +140,6 @@ class CachingAllocator:
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
         """Serve a request for `size` bytes by the Note's rules; `free(key)` returns them. Zero bytes take no block."""
-        if key in self._held:
-            message = f"{key!r} is allocated already; free it first"
-            raise InvalidValueError(message, kind="allocated_twice", name=str(key))
         size = -(-size // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
         pool = self._pools.setdefault((small, stream), Pool(small))
@@ -160,8 +157,6 @@ class CachingAllocator:
         self._peak_allocated = max(self._peak_allocated, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
-        if key not in self._held:
-            raise InvalidValueError(f"{key!r} is not allocated", kind="not_allocated", name=str(key))
         pool, start, size = self._held.pop(key)
         if size:
             self.allocated_bytes -= size

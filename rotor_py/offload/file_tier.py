@@ -42,8 +42,9 @@ class FileTier(Tier):
         self._file = NamelessFile(self.folder)
         self._space = FileSpace()
         self._lock = threading.Lock()
-        # Ranges to free, each with its last copy, which has to be over first. Appending to a deque needs no lock.
-        self._given_up: deque[tuple[Extent, Future[None] | None]] = deque()
+        # Ranges to free, each with its last copy, which has to be over first. Appending to a deque needs no lock: the
+        # garbage collector may do it in any thread.
+        self.given_up: deque[tuple[Extent, Future[None] | None]] = deque()
         self.leaving, self.returning = ThreadPoolExecutor(1, "rotor writes"), ThreadPoolExecutor(1, "rotor reads")
 
     @property
@@ -69,10 +70,6 @@ class FileTier(Tier):
         self.moved_bytes += storage.nbytes()
         return MovedToFile(self, self._file, extent, storage)
 
-    def give_up(self, extent: Extent, last: Future[None] | None) -> None:
-        """Free `extent` of the file once its `last` copy is over. The garbage collector may call this in any thread."""
-        self._given_up.append((extent, last))
-
     def close(self) -> None:
         self._file.stopped = True
         self.leaving.shutdown()
@@ -90,12 +87,12 @@ class FileTier(Tier):
             return extent
 
     def _sweep(self) -> None:
-        for _ in range(len(self._given_up)):
-            extent, last = self._given_up.popleft()
+        for _ in range(len(self.given_up)):
+            extent, last = self.given_up.popleft()
             if last is None or last.done():
                 self._space.give_back(extent)
             else:
-                self._given_up.append((extent, last))
+                self.given_up.append((extent, last))
 
 
 class MovedToFile(Moved):
@@ -142,7 +139,7 @@ class MovedToFile(Moved):
             held = [self._storage]  # until the copy is over (Rule 4 in `offload_saved.py`)
             last.add_done_callback(lambda _: held.clear())
         if extent is not None:
-            self._tier.give_up(extent, last)
+            self._tier.given_up.append((extent, last))
 
     def __del__(self) -> None:
         if hasattr(self, "_leaving"):
