@@ -47,12 +47,6 @@ class FileTier(Tier):
         self.given_up: deque[tuple[Extent, Future[None] | None]] = deque()
         self.leaving, self.returning = ThreadPoolExecutor(1, "rotor writes"), ThreadPoolExecutor(1, "rotor reads")
 
-    @property
-    def held_bytes(self) -> int:
-        with self._lock:
-            self._sweep()
-            return self._space.taken
-
     def reserve(self, nbytes: int) -> None:
         self._file.grow(nbytes)
 
@@ -163,12 +157,10 @@ class FileSpace:
     """Allocates ranges of a file, first fit, so that steps with equal requests in the same order get equal ranges."""
 
     end: int = 0  # offset at which the last allocated range ends
-    taken: int = 0  # bytes of the allocated ranges
     _free: Ranges = field(default_factory=Ranges)
 
     def take(self, nbytes: int) -> Extent:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self.taken += size
         start = min((at for at, free in self._free.sizes.items() if free >= size), default=self.end)
         if start == self.end:
             self.end += size
@@ -177,7 +169,6 @@ class FileSpace:
         return start, size
 
     def give_back(self, extent: Extent) -> None:
-        self.taken -= extent[1]
         self._free.add(*extent)
         if self.end in self._free.starts:
             self.end = self._free.starts[self.end]

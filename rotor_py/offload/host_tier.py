@@ -42,10 +42,6 @@ class HostTier(Tier):
         self.buffers = PinnedBuffers()
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    @property
-    def held_bytes(self) -> int:
-        return self.buffers.taken_bytes
-
     def reserve(self, nbytes: int) -> None:
         # Only compare with the host's memory: buffers are pinned in the first step, which shows their sizes.
         available = available_host_bytes() + self.buffers.pinned_bytes
