@@ -73,8 +73,9 @@ UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention
 class Device:
     """One accelerator. Bandwidths are in bytes per second; those of links count only the data that a device sends.
 
-    `memory_bytes` is the total that PyTorch reports, which is less than advertised. If only the memory is known,
-    `rates_of` names the device whose rates, bandwidths and kernels are used instead.
+    `memory_bytes` is the total that PyTorch reports, which is less than advertised. `sources` pairs the name of each
+    field, such as `rates.bf16`, with the source of its number. If only the memory is known, `rates_of` names the device
+    whose rates, bandwidths and kernels are used instead.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Device:
     context_bytes: int = CONTEXT_BYTES
     launch_seconds: float = LAUNCH_SECONDS
     vendor: str = "nvidia"
+    sources: tuple[tuple[str, str], ...] = ()
     rates_of: str | None = None
 
     def __post_init__(self) -> None:

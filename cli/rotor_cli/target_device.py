@@ -102,7 +102,7 @@ def target_of(request: Request) -> Target:
         each = devices.each
         if text is None and file is None:  # only the memory of the device is known
             name = f"a device of {format_bytes(size)}"
-            each = replace(each, name=name, efficiencies=UNANCHORED, rates_of=each.name)
+            each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
         with about_option("--device-memory"):
             devices = replace(devices, each=replace(each, memory_bytes=size))
     return Target(torch.device("cpu"), SimulatedDevices(devices, shard=request.shard, precision=precision), autocast)

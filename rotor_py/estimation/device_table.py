@@ -92,14 +92,14 @@ def _read(path: Path) -> dict[str, Device]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"{path} is no TOML file: {error}", kind="not_toml", name=str(path)) from None
-    content.pop("sources", None)
+    sources = content.pop("sources", {})
     devices = {}
     for key, cells in content.items():
         if not isinstance(cells, dict):
             message = f"{path}: {key!r} belongs to no device; begin a device with a line such as [my-gpu]"
             raise InvalidValueError(message, kind="outside_device", name=key)
         try:
-            devices[key.lower()] = _device(key, cells)
+            devices[key.lower()] = _device(key, cells, sources)
         except (ValueError, TypeError) as error:
             raise InvalidValueError(
                 f"{path}, device {key!r}: {error}", kind=kind_of(error), name=getattr(error, "name", None), device=key
@@ -110,10 +110,15 @@ def _read(path: Path) -> dict[str, Device]:
     return devices
 
 
-def _device(key: str, cells: dict[str, Any]) -> Device:
+def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
     _check_names("entries", cells, _REQUIRED, _OPTIONAL)
-    # An entry is a value, or a table with `value` and `source`, the name of an entry of [sources], for readers.
-    values = {cell: each.get("value", each) if isinstance(each, dict) else each for cell, each in cells.items()}
+    values, said = {}, []
+    for cell in cells.keys() - {"efficiencies"}:
+        # An entry is a value, or a table with `value` and `source`, the name of an entry of [sources].
+        given = cells[cell] if isinstance(cells[cell], dict) and "value" in cells[cell] else {"value": cells[cell]}
+        values[cell], source = given["value"], given.get("source", "the file itself")
+        if cell in _REQUIRED:
+            said.append((cell, sources.get(source, source)))
     context = values.get("context", CONTEXT_BYTES)
     major, _, minor = str(values["compute_capability"]).partition(".")
     return Device(
@@ -128,6 +133,7 @@ def _device(key: str, cells: dict[str, Any]) -> Device:
         context_bytes=0 if context == 0 and not isinstance(context, bool) else parse_bytes(context),  # 0 for a CPU
         launch_seconds=float(values.get("launch_seconds", LAUNCH_SECONDS)),
         vendor=str(values.get("vendor", "nvidia")),
+        sources=tuple(sorted(said)),
     )
 
 

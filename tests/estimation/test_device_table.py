@@ -41,6 +41,7 @@ def test_every_cell_of_the_table_has_a_source_that_is_written_out() -> None:
                 assert value["source"] in sources, (name, cell)
                 used.add(value["source"])
     assert used == sources.keys()
+    assert all(len(find_device(name).sources) == 9 for name in device_names())
 
 
 def test_rates_are_dense_also_where_public_tables_are_wrong_and_names_are_found_however_they_are_written() -> None:
@@ -72,6 +73,7 @@ def test_a_file_of_ones_own_needs_numbers_alone_and_of_several_devices_one_is_na
     device = device_from_file(path)
     assert (device.name, device.memory_bytes, device.compute_capability) == ("mine", 24 * 10**9, (8, 6))
     assert device.efficiencies is UNANCHORED
+    assert dict(device.sources)["bf16"] == "the file itself"
     path.write_text(OWN + OWN.replace("[mine]", "[other]"))
     with raises(ValueError, "which_device"):
         device_from_file(path)
