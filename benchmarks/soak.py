@@ -257,7 +257,7 @@ def file_bytes(model: Checkpointable) -> int:
     if model.budget.link is None:
         return 0
     tier = model._planner.model.tier
-    return tier.held_bytes + tier._file.size
+    return tier._space.end + tier._file.size
 
 
 def open_files() -> int:

@@ -34,7 +34,7 @@ def usage(kind: str, name: str, message: str, **numbers: int | float | str) -> F
 
 
 def failed(error: BaseException, exit_code: int = USAGE) -> Failure:
-    return Failure(str(error), exit_code, kind=kind_of(error))
+    return Failure(str(error), exit_code, kind=kind_of(error), **getattr(error, "numbers", {}))
 
 
 def kind_of(error: BaseException) -> str:

@@ -52,7 +52,7 @@ class ModelFile:
 
 def load(request: Request, target: Target) -> ModelFile:
     """Import MODEL, and move its model and sample to `target`. Raises Failure if one is missing or unusable."""
-    batch = request.batch_size
+    batch = request.batch if isinstance(request.batch, int) else None
     location, name = split_target(request.model)
     dtype = None if request.dtype is None else dtype_called(request.dtype, "--dtype")
     named_optimizer = None if request.optimizer is None else optimizer_called(request.optimizer)

@@ -11,7 +11,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from rotor_cli.failure import INFEASIBLE, Failure, kind_of, usage, user_code
+from rotor_cli.failure import INFEASIBLE, Failure, failed, kind_of, usage, user_code
 from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
 from rotor_cli.target_device import Target, device_of, limit_on
@@ -117,14 +117,7 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
             buffers=True,
         )
     except InfeasibleError as error:
-        least, limit = error.min_bytes, error.mem_limit
-        # For "interleaved", not "at least": dividing a rank's limit otherwise among its parts might need less.
-        why = ", as its parts of the model share its limit" if request.schedule == "interleaved" else " at least"
-        message = (
-            f"wherever the model is cut for {ranks} ranks, a rank with {exact_bytes(limit)} needs {exact_bytes(least)}"
-            f"{why}; try smaller microbatches, more ranks, or a limit of {limit_text(least)}"
-        )
-        raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
+        raise failed(error, INFEASIBLE) from error
     except ValueError as error:
         raise usage(kind_of(error), "--pipeline", f"--pipeline: {error}") from error
     for rank, limit in enumerate(limits):

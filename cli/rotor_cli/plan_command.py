@@ -207,6 +207,16 @@ def solver_options(request: Request) -> dict[str, Any]:
     }
 
 
+def options_of(found: ModelFile, request: Request, shown: Activities) -> dict[str, Any]:
+    return {
+        "loss": found.loss or default_loss,  # as in `verify`, so that predicted and measured steps have the same loss
+        "optimizer": found.optimizer,
+        "fresh_grads": request.fresh_grads,
+        "progress": shown.doing("measuring"),
+        **solver_options(request),
+    }
+
+
 def _measured_network(
     found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target
 ) -> Checkpointable:
@@ -214,13 +224,9 @@ def _measured_network(
     network = Checkpointable(
         found.model,
         mem_limit=limit,
-        loss=found.loss or default_loss,  # as in `verify`, so that predicted and measured steps have the same loss
-        optimizer=found.optimizer,
-        fresh_grads=request.fresh_grads,
-        progress=shown.doing("measuring"),
         compile=request.compile,
         step_in_backward=found.optimizer if request.step_in_backward else None,
-        **solver_options(request),
+        **options_of(found, request, shown),
     )
     if request.limited and request.overhead is None:
         network.refuse_what_cannot_fit(found.sample)
@@ -238,13 +244,7 @@ def refuse_offload(request: Request) -> None:
 
 
 def _choose(found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target) -> PlannedBatch:
-    options: dict[str, Any] = {
-        "loss": found.loss,
-        "optimizer": found.optimizer,
-        "fresh_grads": request.fresh_grads,
-        "progress": shown.doing("measuring"),
-        **solver_options(request),
-    }
+    options = options_of(found, request, shown)
     if target.simulated is None:
         batches = MeasuredBatches(found.model, found.sample_of, limit, **options)
     else:

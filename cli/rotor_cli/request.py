@@ -107,10 +107,6 @@ class Request:
         return self.batch if self.batch in ("max", "best") else None
 
     @property
-    def batch_size(self) -> int | None:
-        return self.batch if isinstance(self.batch, int) else None
-
-    @property
     def simulated(self) -> bool:
         named = self.device is not None and not HERE.fullmatch(self.device)
         return named or self.device_memory is not None or self.device_file is not None

@@ -13,7 +13,6 @@ from torch import nn
 from rotor_profiling import bytes_like, tensors_in
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import RandomState, accelerators_of, undoing
-from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.timing import seconds_of, several_processes
 from rotor_py.batch_size.search import StepCosts, agreed_costs
 from rotor_py.checkpointable import Checkpointable
@@ -232,20 +231,15 @@ class PredictedBatches(MeasuredBatches):
     @property
     def optimizer_seconds(self) -> float:
         """Predicted seconds of `optimizer.step()`; zero without an optimizer. Call `of` first."""
-        optimizer, step = self._optimizer, self._step(self._any, next(iter(self.costs)))
-        if optimizer is None:
+        if self._optimizer is None:
             return 0.0
-        with step.state_restored():
-            for parameter in step.network.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-            with stepping_as_on_cuda(optimizer):
-                optimizer.step()  # the first step also allocates the optimizer's state, so it is not timed
-                with stopwatch(self._any.device) as watch:
-                    watch.start()
-                    optimizer.step()
-                    watch.lap()
-                    return watch.stop()[0]
+        step = self._step(self._any, next(iter(self.costs)))
+        with step.state_restored(), stopwatch(self._any.device) as watch:
+            step.prepare()  # also allocates the optimizer's state, so it is not timed
+            watch.start()
+            step.prepare()
+            watch.lap()
+            return watch.stop()[0]
 
     def step_peak(self, batch: int) -> None:
         """Return None: no step runs on a simulated device, so only predicted bytes decide whether the batch fits."""

@@ -171,52 +171,37 @@ def largest(
     """
     begun = len(known)
     while True:
-        fitting = [batch for batch in known if batch in candidates and known[batch] <= mem_limit]
-        if not fitting:
-            first = candidates[0]
-            if first in known or _bound(known, first) > mem_limit + slack:
-                return None
-            known[first] = needs(first)
-            continue
-        fits = max(fitting)
-        place = bisect_left(candidates, fits)
-        if place + 1 == len(candidates):
+        fits = max((batch for batch in known if batch in candidates and known[batch] <= mem_limit), default=None)
+        place = -1 if fits is None else bisect_left(candidates, fits)
+        if fits is not None and place + 1 == len(candidates):
             return Largest(fits, known[fits])
         following = candidates[place + 1]
-        if following in known:
-            return Largest(fits, known[fits], following, known[following], beyond_measured=True)
         # Draw the line through smaller batches only: bytes may jump where a library changes kernels, and a line through
         # batches after the jump overestimates batches before it.
-        bound = _bound({batch: known[batch] for batch in known if batch < following}, following)
-        if bound > mem_limit + slack:
-            return Largest(fits, known[fits], following, bound)
-        above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
-        # `above` may be no candidate, so let `end` be at least the index after that of `following`.
-        end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
-        if len(known) - begun >= _PATIENCE:
-            at = (place + end) // 2 if above is not None else 2 * place + 1
+        smaller = {batch: known[batch] for batch in known if fits is None or batch < following}
+        bound = known[following] if following in known else _bound(smaller, following)
+        if following in known or bound > mem_limit + slack:
+            return None if fits is None else Largest(fits, known[fits], following, bound, following in known)
+        # A batch that does not fit may be no candidate, so let `end` be at least the index after that of `following`.
+        above = [batch for batch in known if batch > (fits or 0) and known[batch] > mem_limit]
+        end = max(bisect_left(candidates, min(above)), place + 2) if above else len(candidates)
+        if fits is None:
+            at = 0
+        elif len(known) - begun >= _PATIENCE:
+            at = (place + end) // 2 if above else 2 * place + 1
         else:
-            at = bisect_right(candidates, _reached(known, fits, above, mem_limit)) - 1
+            at = bisect_right(candidates, _reached(known, min(above, default=None), mem_limit)) - 1
         guess = candidates[min(max(at, place + 1), end - 1)]
         known[guess] = needs(guess)
 
 
-def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:
-    """Return the batch at which a line through measured batches reaches the limit; `fits` is the largest that fits."""
+def _reached(known: dict[int, int], above: int | None, mem_limit: int) -> float:
+    """Return the batch at which a line reaches the limit: the line from the last batch that fits to `above`, if any."""
     below = sorted(batch for batch in known if above is None or batch < above)
-    ahead = _meets(known, below[-2], below[-1], mem_limit) if len(below) > 1 else None
-    if above is None:
-        most = _GROWTH * max(known)
-        return most if ahead is None else min(ahead, most)
-    between = _meets(known, below[-1], above, mem_limit)
-    # Between a batch that fits and one that does not, the line is an upper bound: a batch below its limit should fit.
-    return max(fits, between) if between is not None and between > fits else ahead or fits
-
-
-def _meets(known: dict[int, int], low: int, high: int, mem_limit: int) -> int | None:
-    """Return the last batch where the line through `low` and `high` is within the limit; None if it does not rise."""
+    low, high = below[-2:] if above is None else (below[-1], above)
     rise = known[high] - known[low]
-    return low + (mem_limit - known[low]) * (high - low) // rise if rise > 0 else None
+    reached = low + (mem_limit - known[low]) * (high - low) // rise if rise > 0 else math.inf
+    return min(reached, _GROWTH * max(known))
 
 
 def _bound(known: dict[int, int], batch: int) -> int:

@@ -115,17 +115,16 @@ class ShardGroup:
 
     def enter(self, module: int, tensors: Tensors) -> Tensors:
         """Gather parameters by FSDP's pre-forward hook; return inputs whose backward makes FSDP send the gradients."""
-        found = self.modules[module]
+        (hooks, key), _ = self.hook_places(module)
         # The hook copies the arguments to FSDP's device, which fails if there are none: then pass a keyword.
-        hooks = found._forward_pre_hooks
-        entered: Any = hooks[_key(hooks, self._before)](found, tensors, {} if tensors else {"nothing": None})
+        entered: Any = hooks[key](self.modules[module], tensors, {} if tensors else {"nothing": None})
         # The hook returns None if another module of the group has gathered the parameters before.
         return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
         """Run FSDP's post-forward hook. Return outputs whose gradients make FSDP gather parameters for the backward."""
-        found = self.modules[module]
-        left: Any = found._forward_hooks[_key(found._forward_hooks, self._after)](found, (), tensors)
+        _, (hooks, key) = self.hook_places(module)
+        left: Any = hooks[key](self.modules[module], (), tensors)
         return tensors if left is None else tuple(left)
 
     def gather(self) -> None:

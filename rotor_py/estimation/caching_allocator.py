@@ -23,11 +23,12 @@ constants are those of `c10/cuda/CUDACachingAllocator.cpp`; comments name its co
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from rotor_py.errors import DescribedError, InvalidValueError
+from rotor_py.errors import DescribedError
+from rotor_py.ranges import Ranges
 from rotor_py.units import format_bytes
 
 MIN_BLOCK = 512  # `kMinBlockSize`: requests are rounded up to multiples of these bytes
@@ -36,30 +37,6 @@ SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: segment size of the small pool
 LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment size of the large pool for requests below 10 MiB
 MIN_LARGE_ALLOCATION = 10 * 2**20  # `kMinLargeAlloc`: bytes of the least request with a segment of its size
 ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: the size of such a segment is rounded up to a multiple of it
-
-
-class Ranges:
-    """Ranges of addresses that do not overlap; a range is merged with those that it touches."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}  # by the first address
-        self.starts: dict[int, int] = {}  # by the address after the last one
-        self.sorted: list[tuple[int, int]] = []  # (size, first address)
-
-    def add(self, start: int, size: int) -> None:
-        if start + size in self.sizes:
-            size += self.take(start + size)
-        if start in self.starts:
-            start = self.starts[start]
-            size += self.take(start)
-        self.sizes[start], self.starts[start + size] = size, start
-        insort(self.sorted, (size, start))
-
-    def take(self, start: int) -> int:
-        """Remove the range that begins at `start`; return its size."""
-        size = self.sizes.pop(start)
-        del self.starts[start + size], self.sorted[bisect_left(self.sorted, (size, start))]
-        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +140,6 @@ class CachingAllocator:
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
         """Serve a request for `size` bytes by the Note's rules; `free(key)` returns them. Zero bytes take no block."""
-        if key in self._held:
-            message = f"{key!r} is allocated already; free it first"
-            raise InvalidValueError(message, kind="allocated_twice", name=str(key))
         size = -(-size // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
         pool = self._pools.setdefault((small, stream), Pool(small))
@@ -183,8 +157,6 @@ class CachingAllocator:
         self._peak_allocated = max(self._peak_allocated, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
-        if key not in self._held:
-            raise InvalidValueError(f"{key!r} is not allocated", kind="not_allocated", name=str(key))
         pool, start, size = self._held.pop(key)
         if size:
             self.allocated_bytes -= size

@@ -44,10 +44,9 @@ def find_device(name: str) -> Device:
     for each in (spelled, spelled.replace("-", "")):
         if each in table:
             return table[each]
-    near = difflib.get_close_matches(spelled, table, cutoff=0.4) or list(table)
     # If `name` is the beginning of device names, suggest these: a100-80 or a100-40 for a100.
-    *first, last = [each for each in table if each.startswith(f"{spelled}-")] or near
-    meant = f"{', '.join(first)} or {last}" if first else last
+    beginning = [each for each in table if each.startswith(f"{spelled}-")]
+    meant = " or ".join(beginning or difflib.get_close_matches(spelled, table, cutoff=0.4) or table)
     message = f"no device is called {name!r}; did you mean {meant}? Or describe a device in a file like {_TABLE.name}"
     raise InvalidValueError(message, kind="unknown_device", name=name)
 

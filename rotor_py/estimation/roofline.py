@@ -84,20 +84,11 @@ class Work:
         return max(computing, streaming, device.launch_seconds)
 
 
-def operator_seconds(
-    device: Device, func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> float:
-    return work_of(func, args, kwargs, out).seconds(device)
-
-
-def work_of(
-    func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, tf32: bool | None = None
-) -> Work:
+def work_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:
     packet = func.overloadpacket
     convolves = packet in _CONVOLUTIONS
-    if tf32 is None:
-        # By default, only convolutions may use TF32: https://docs.pytorch.org/docs/stable/notes/cuda.html
-        tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
+    # By default, only convolutions may use TF32: https://docs.pytorch.org/docs/stable/notes/cuda.html
+    tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
     return Work(
         operations_of(func, args, kwargs, out),
         bytes_of(func, args, kwargs, out),

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import rotor_solver
 from rotor_profiling import tensors_in
 from rotor_profiling.backends import operators
 from rotor_profiling.followed_storages import FollowedStorages
@@ -35,6 +34,7 @@ from rotor_py.estimation.roofline import scratch_bytes
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.planned_model import plan_of
 from rotor_py.plan.step_spec import arguments_of
+from rotor_py.validate.steps import tensors_before_step
 from rotor_solver import InfeasibleError
 
 
@@ -81,13 +81,6 @@ class SimulatedStep:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         self._step_optimizer()
-
-    def present(self) -> list[torch.Tensor]:
-        """Return parameters, buffers, gradients, optimizer state and input: the tensors in memory before the step."""
-        parameters = list(self.network.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
-        return [*parameters, *self.network.buffers(), *gradients, *state, *tensors_in(self.value)]
 
     @contextmanager
     def state_restored(self) -> Iterator[None]:
@@ -165,10 +158,8 @@ def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
 _ROUNDS = 2
 
 
-def find_reservation(
-    step: SimulatedStep, device: Device, requests: Callable[[], Sequence[Event]], *, keep_limit: bool
-) -> Reservation:
-    """Predict the bytes that the allocator of `device` reserves for the planned `step`, which makes `requests()`.
+def find_reservation(step: SimulatedStep, device: Device, *, keep_limit: bool) -> Reservation:
+    """Predict the bytes that the allocator of `device` reserves for the planned `step`.
 
     Unless `keep_limit`, plans for a lower limit, up to `_ROUNDS` times, while these bytes exceed the device's memory.
     """
@@ -176,8 +167,8 @@ def find_reservation(
     for attempt in range(_ROUNDS + 1):
         plan, limit = plan_of(network), network.mem_limit
         budget, sequence = plan.budget, plan.followed
-        # At least the plan's peak, which covers every order of several backwards: `requests` has one order only.
-        found = reservation_of(requests(), device).at_least(budget.peak_bytes(sequence))
+        # At least the plan's peak, which covers every order of several backwards: `step` has one order only.
+        found = reservation_of(followed_by_plan(step, device).events, device).at_least(budget.peak_bytes(sequence))
         # Subtract from the plan's peak, not from the limit: a limit above the peak would give the same plan again.
         smaller = budget.peak_bytes(sequence) - found.missing_bytes
         if keep_limit or attempt == _ROUNDS or not found.missing_bytes or smaller < budget.least_bytes():
@@ -195,10 +186,13 @@ def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
     """Trace two steps: the first allocates the optimizer's state between other blocks, the second runs with it."""
     with step.state_restored():
         step()  # not traced: a plan's first step does more than others, such as capturing the model
-    with step.state_restored():
-        followed = FollowedStep(step.present(), device)
-        with followed:
-            step()
+    return _traced(step, device, 2)
+
+
+def _traced(step: SimulatedStep, device: Device, steps: int) -> FollowedStep:
+    followed = FollowedStep(tensors_before_step(step.network, step.optimizer, step.value), device)
+    with step.state_restored(), gathering_apart(followed), followed:
+        for _ in range(steps):
             step()
     return followed
 
@@ -232,67 +226,43 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 
 
-class Communication:
-    """Finds by steps on fake tensors how many bytes FSDP takes for gathered parameters and buffers in planned steps."""
+def find_room(step: SimulatedStep, device: Device) -> None:
+    """Plan the measured network of `step` with as many communication bytes as its planned step takes.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._last: tuple[Checkpointable, rotor_solver.Sequence, FollowedStep] | None = None
-
-    def requests(self, step: SimulatedStep) -> list[Event]:
-        """Return the allocator requests of two planned steps in a row, with the optimizer's state already allocated."""
-        followed = self._followed(step)
-        _trace(step, followed)
-        return followed.events
-
-    def find_room(self, step: SimulatedStep) -> None:
-        """Plan the measured network of `step` with as many communication bytes as its planned step takes.
-
-        If the step takes more than planned in every round, the budget has FSDP's upper bound again. If no plan fits,
-        returns without an error: `compute_sequence` will raise it when it is called next.
-        """
-        network = step.network
-        budget = plan_of(network).budget
-        step.prepare()
-        taken = 0
-        for slack in _SLACK:
-            room = int((1 + slack) * taken)
-            network.divide(budget.with_communication(room))
-            try:
-                network.compute_sequence()
-            except InfeasibleError:
-                return
-            taken = self._taken(step)
-            if taken <= room:
-                return
-        network.divide(budget)
-
-    def promise(self, step: SimulatedStep) -> None:
-        """If the step takes more communication bytes than planned, budget them, and raise the limit to the new peak."""
-        network = step.network
-        budget, sequence = plan_of(network).budget, plan_of(network).followed
-        taken = self._taken(step)
-        if taken > budget.fixed.communication:
-            divided = budget.with_communication(taken)
-            network.divide(divided)
-            network.sequence = sequence
-            network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(sequence))
-
-    def _taken(self, step: SimulatedStep) -> int:
-        """Return the communication bytes for which the plan's predicted peak is the peak of a step on fake tensors."""
-        followed, plan = self._followed(step), plan_of(step.network)
-        risen = most_bytes(followed.events, followed.before)
-        return plan.budget.fixed.total + risen - plan.budget.peak_bytes(plan.followed)
-
-    def _followed(self, step: SimulatedStep) -> FollowedStep:
-        network, sequence = step.network, plan_of(step.network).followed
-        if self._last is None or self._last[0] is not network or self._last[1] != sequence:
-            followed = FollowedStep(step.present(), self._device)
-            _trace(step, followed)
-            self._last = network, sequence, followed
-        return self._last[2]
+    If the step takes more than planned in every round, the budget has FSDP's upper bound again. If no plan fits,
+    returns without an error: `compute_sequence` will raise it when it is called next.
+    """
+    network = step.network
+    budget = plan_of(network).budget
+    step.prepare()
+    taken = 0
+    for slack in _SLACK:
+        room = int((1 + slack) * taken)
+        network.divide(budget.with_communication(room))
+        try:
+            network.compute_sequence()
+        except InfeasibleError:
+            return
+        taken = _communication_of(step, device)
+        if taken <= room:
+            return
+    network.divide(budget)
 
 
-def _trace(step: SimulatedStep, followed: FollowedStep) -> None:
-    with step.state_restored(), gathering_apart(followed), followed:
-        step()
+def promise(step: SimulatedStep, device: Device) -> None:
+    """If the step takes more communication bytes than planned, budget them, and raise the limit to the new peak."""
+    network = step.network
+    budget, sequence = plan_of(network).budget, plan_of(network).followed
+    taken = _communication_of(step, device)
+    if taken > budget.fixed.communication:
+        divided = budget.with_communication(taken)
+        network.divide(divided)
+        network.sequence = sequence
+        network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(sequence))
+
+
+def _communication_of(step: SimulatedStep, device: Device) -> int:
+    """Return the communication bytes for which the plan's predicted peak is the peak of a step on fake tensors."""
+    followed, plan = _traced(step, device, 1), plan_of(step.network)
+    risen = most_bytes(followed.events, followed.before)
+    return plan.budget.fixed.total + risen - plan.budget.peak_bytes(plan.followed)

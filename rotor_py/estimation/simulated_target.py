@@ -30,8 +30,8 @@ from rotor_py.estimation.caching_allocator import MIN_BLOCK
 from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.cuda_operators import cuda_operators
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, construct_on_meta
-from rotor_py.estimation.roofline import operator_seconds, scratch_bytes
-from rotor_py.estimation.simulated_step import Communication, SimulatedStep, find_reservation, followed_by_plan
+from rotor_py.estimation.roofline import scratch_bytes, work_of
+from rotor_py.estimation.simulated_step import SimulatedStep, find_reservation, find_room, promise
 
 # Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
 # Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53).
@@ -122,14 +122,14 @@ class PredictedDevice(Prediction):
 
 
 def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
-    """Return a simulation of `device`, one of `count` equal ones, with seconds by `operator_seconds`."""
+    """Return a simulation of `device`, one of `count` equal ones, with seconds by `work_of`."""
     return PredictedDevice(
         kind="cuda",
         name=device.name,
         count=count,
         host_bandwidth=_BOTH_WAYS * device.pcie_bandwidth,
         memory_bytes=device.usable_bytes,
-        seconds=partial(operator_seconds, device),
+        seconds=lambda *call: work_of(*call).seconds(device),
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
         storages=Storages(MIN_BLOCK, fake=True),
@@ -164,9 +164,6 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def world_of(size: int) -> Iterator[DeviceMesh]:
     """Within the context, this process is rank 0 of `size` simulated processes. Yields the device mesh of all."""
-    if not dist.is_available():
-        message = "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
-        raise UnsupportedModelError(message, kind="no_distributed")
     if dist.is_initialized():
         message = "predict a step of several devices before init_process_group, or in a separate process"
         raise UnsupportedModelError(message, kind="has_process_group")
@@ -206,7 +203,6 @@ class SimulatedDevices:
             shard if callable(shard) else partial(shard_parameters, sharding=shard or "blocks", precision=precision)
         )
         self._mesh: DeviceMesh | None = None
-        self._communication = Communication(devices.each)
         self._mode = DeviceFakeMode()
         self.fakes = FakeCopies(self._mode)  # makes fake copies of models, samples and optimizers
 
@@ -232,14 +228,12 @@ class SimulatedDevices:
     def follow(self, step: SimulatedStep) -> None:
         """With several devices, plan the measured model of `step` with the communication bytes that its step takes."""
         if self._mesh is not None:
-            self._communication.find_room(step)
+            find_room(step, self.devices.each)
 
     def reserve(self, step: SimulatedStep, *, keep_limit: bool) -> Reservation:
-        device = self.devices.each
-        if self._mesh is None:
-            return find_reservation(step, device, lambda: followed_by_plan(step, device).events, keep_limit=keep_limit)
-        found = find_reservation(step, device, partial(self._communication.requests, step), keep_limit=keep_limit)
-        self._communication.promise(step)
+        found = find_reservation(step, self.devices.each, keep_limit=keep_limit)
+        if self._mesh is not None:
+            promise(step, self.devices.each)
         return found
 
     @contextmanager

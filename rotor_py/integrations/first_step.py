@@ -67,9 +67,9 @@ class FirstTrainingStep:
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []  # optimizers of other models that have stepped
         self._over = False
-        # error to end the program with: one that `found` raised, or InfeasibleError
-        self._ended: BaseException | None = None
-        self._cannot_fit: InfeasibleError | None = None
+        # The error that ends the program, if any: one that `found` raised, or an InfeasibleError before `found` was
+        # called. The program may catch it or raise another; the caller of `watched` gets this one.
+        self._ended: list[BaseException] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -83,14 +83,13 @@ class FirstTrainingStep:
         except KeyboardInterrupt:
             raise
         except BaseException:
-            if self._cannot_fit is not None:
-                raise self._cannot_fit from None  # even if the program raised another error
-            raise
+            if not self._ended:
+                raise
         finally:
             hook.remove()
-            self._ended = None  # its traceback would keep the program's objects alive
-        if self._cannot_fit is not None:
-            raise self._cannot_fit  # the program has caught this error, but the caller of `watched` needs it
+            ended, self._ended = self._ended, []
+        if ended:
+            raise ended.pop()  # no variable may keep it: its traceback would keep the program's objects alive
         if self._over:
             return
         if self._planned is not None and self._planned.went_back:
@@ -111,8 +110,8 @@ class FirstTrainingStep:
             self._planned.forward.take_away()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        if self._ended is not None:  # the program caught the error that was to end it: raise it again
-            raise self._ended
+        if self._ended:  # the program caught the error that was to end it: raise it again
+            raise self._ended[0]
         if self._over or not (module.training and torch.is_grad_enabled()):
             return run()
         planned = self._planned
@@ -153,7 +152,7 @@ class FirstTrainingStep:
                 network.refuse_what_cannot_fit(sample)
             network.measure(sample, closely=self._closely)
         except InfeasibleError as error:
-            self._over, self._ended, self._cannot_fit = True, error, error
+            self._over, self._ended = True, [error]
             raise
         except UnsupportedModelError as error:
             self._refused = self._refused or error
@@ -172,8 +171,8 @@ class FirstTrainingStep:
         return self._planned
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._ended is not None:
-            raise self._ended
+        if self._ended:
+            raise self._ended[0]
         planned = self._planned
         # An optimizer that steps inside a backward does not end the training step: other gradients are still to come.
         if self._over or planned is None or torch_compat.current_graph_task_id() != -1:
@@ -202,7 +201,7 @@ class FirstTrainingStep:
         try:
             self._found(planned)
         except BaseException as error:
-            self._ended = error
+            self._ended = [error]
             raise
         self._stop()
 

@@ -12,25 +12,24 @@ import os
 import shutil
 import tempfile
 import threading
-import weakref
-from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from rotor_py.errors import OffloadError
 from rotor_py.offload.offload_saved import Moved, Tier
+from rotor_py.ranges import Ranges
 from rotor_py.units import exact_bytes
 
 # Bytes per system call, between two of which a copy can be stopped. A guess: a call takes a few milliseconds on NVMe.
 _CHUNK = 8 * 2**20
 ALIGNMENT = 4096  # bytes. Ranges of the file begin and end at multiples of it, so that no page belongs to two copies
+Extent = tuple[int, int]  # first byte and number of bytes of a range of the file
 
 
 class FileTier(Tier):
@@ -43,16 +42,10 @@ class FileTier(Tier):
         self._file = NamelessFile(self.folder)
         self._space = FileSpace()
         self._lock = threading.Lock()
-        # Ranges to free, each with its last copy, which has to be over first. Appending to a deque needs no lock.
-        self._given_up: deque[tuple[Extent, Copy | None]] = deque()
-        self.leaving, self.returning = CopyingThread("rotor writes"), CopyingThread("rotor reads")
-        self._closing = weakref.finalize(self, _close, self._file, self.leaving, self.returning)
-
-    @property
-    def held_bytes(self) -> int:
-        with self._lock:
-            self._sweep()
-            return self._space.taken
+        # Ranges to free, each with its last copy, which has to be over first. Appending to a deque needs no lock: the
+        # garbage collector may do it in any thread.
+        self.given_up: deque[tuple[Extent, Future[None] | None]] = deque()
+        self.leaving, self.returning = ThreadPoolExecutor(1, "rotor writes"), ThreadPoolExecutor(1, "rotor reads")
 
     def reserve(self, nbytes: int) -> None:
         self._file.grow(nbytes)
@@ -71,12 +64,10 @@ class FileTier(Tier):
         self.moved_bytes += storage.nbytes()
         return MovedToFile(self, self._file, extent, storage)
 
-    def give_up(self, extent: Extent, copy: Copy | None) -> None:
-        """Free `extent` of the file once `copy` is over. The garbage collector may call this in any thread."""
-        self._given_up.append((extent, copy))
-
     def close(self) -> None:
-        self._closing()
+        self._file.stopped = True
+        self.leaving.shutdown()
+        self.returning.shutdown()
 
     def _take(self, nbytes: int) -> Extent:
         with self._lock:
@@ -90,29 +81,26 @@ class FileTier(Tier):
             return extent
 
     def _sweep(self) -> None:
-        for _ in range(len(self._given_up)):
-            extent, copy = self._given_up.popleft()
-            if copy is None or copy.over:
+        for _ in range(len(self.given_up)):
+            extent, last = self.given_up.popleft()
+            if last is None or last.done():
                 self._space.give_back(extent)
             else:
-                self._given_up.append((extent, copy))
+                self.given_up.append((extent, last))
 
 
 class MovedToFile(Moved):
     def __init__(self, tier: FileTier, file: NamelessFile, extent: Extent, storage: torch.UntypedStorage) -> None:
-        self.nbytes = storage.nbytes()
+        super().__init__(storage)
         self._tier, self._file = tier, file
-        self._storage: torch.UntypedStorage | None = storage
-        self._returning: Copy | None = None
         self._extent: Extent | None = extent
-        self._leaving: Copy | None = Copy(partial(file.write, _bytes_of(storage), extent.start), keeps=storage)
-        tier.leaving.start(self._leaving)
+        self._returning: Future[None] | None = None
+        self._leaving: Future[None] | None = tier.leaving.submit(file.write, _bytes_of(storage), extent[0])
 
     def wait_out(self) -> None:
-        if self._leaving is None:
-            return
-        self._leaving.wait()  # if this raises, this object still holds the storage
-        self._leaving = self._storage = None
+        if self._leaving is not None:
+            _wait(self._leaving)  # if this raises, this object still holds the storage
+            self._leaving = self._storage = None
 
     def fetch(self) -> None:
         if self._storage is not None:  # not released by `wait_out`, or fetched already: read nothing from the file
@@ -122,16 +110,14 @@ class MovedToFile(Moved):
         assert self._extent is not None
         self._file.refuse_stopped()
         self._storage = torch.empty(self.nbytes, dtype=torch.uint8).untyped_storage()
-        run = partial(self._file.read, _bytes_of(self._storage), self._extent.start)
-        self._returning = Copy(run, keeps=self._storage)
-        self._tier.returning.start(self._returning)
+        self._returning = self._tier.returning.submit(self._file.read, _bytes_of(self._storage), self._extent[0])
 
     def storage(self) -> torch.UntypedStorage:
         self.fetch()
         if self._returning is not None:
             try:
-                self._returning.wait()
-            except OffloadError:
+                _wait(self._returning)
+            except Exception:
                 self._returning = self._storage = None  # a second call must not return this half-read memory
                 raise
             self._returning = None
@@ -141,12 +127,13 @@ class MovedToFile(Moved):
 
     def _give_up_extent(self) -> None:
         extent, self._extent = self._extent, None
-        copy = self._leaving or self._returning
+        last = self._leaving or self._returning
         self._leaving = self._returning = None
-        if copy is not None:
-            copy.abandon()  # the copy itself holds the memory until it is over (Rule 4 in `offload_saved.py`)
+        if last is not None:
+            held = [self._storage]  # until the copy is over (Rule 4 in `offload_saved.py`)
+            last.add_done_callback(lambda _: held.clear())
         if extent is not None:
-            self._tier.give_up(extent, copy)
+            self._tier.given_up.append((extent, last))
 
     def __del__(self) -> None:
         if hasattr(self, "_leaving"):
@@ -158,91 +145,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
-def _close(file: NamelessFile, *threads: CopyingThread) -> None:
-    file.stopped = True
-    for thread in threads:
-        thread.end()
-
-
-class Copy:
-    """One copy, made by `run`, which releases the GIL. Holds `keeps`, the storage, until the copy is over."""
-
-    def __init__(self, run: Callable[[], None], keeps: Any) -> None:
-        self._run = run
-        self._keeps = keeps
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._abandoned = False
-
-    @property
-    def over(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self) -> None:
-        """Wait for the copy and drop the reference to its storage. Raises OffloadError if the copy failed."""
-        self._over.wait()
-        self._keeps = None
-        # Raise a new error each time: with a traceback, the stored one would refer to this frame, and so to this copy.
-        if isinstance(self._error, OffloadError):
-            raise copy.copy(self._error) from self._error.__cause__
-        if self._error is not None:
-            raise OffloadError(
-                f"run the step again: copying an activation failed with {self._error!r}", kind="copy_failed"
-            )
-
-    def abandon(self) -> None:
-        """Drop the reference to the storage as soon as the copy is over. Call this instead of `wait`."""
-        # Here, the flag is set before `over` is read; in `do`, after `_over` is set. So one of them sees both set.
-        self._abandoned = True
-        if self.over:
-            self._keeps = None
-
-    def do(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:  # `wait` raises it in the training thread
-            self._error = error.with_traceback(None)
-        self._over.set()
-        if self._abandoned:
-            self._keeps = None
-
-
-class CopyingThread:
-    """Runs copies in the order in which they are started, in a thread of its own, until `end`."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Copy | None] = SimpleQueue()
-        # Give the thread only the queue, so that a waiting thread does not keep this object alive.
-        self._thread = threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
-
-    def start(self, copy: Copy) -> None:
-        self._queue.put(copy)
-
-    def end(self) -> None:
-        self._queue.put(None)
-        # The garbage collector may call this in any thread, even in the copying thread, which cannot join itself.
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-
-def _work(queue: SimpleQueue[Copy | None]) -> None:
-    while True:
-        copy = queue.get()
-        if copy is None:
-            return
-        copy.do()
-        del copy  # hold no copy, and thus no storage, while waiting for the next one
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Extent:
-    start: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.size
+def _wait(last: Future[None]) -> None:
+    """Wait for a copy. Raises OffloadError if it failed."""
+    if (error := last.exception()) is not None:
+        # A new error each time: with a traceback, the stored one would refer to this frame, and so to the copy.
+        raise copy.copy(error) from error.__cause__
 
 
 @dataclass(slots=True)
@@ -250,34 +157,22 @@ class FileSpace:
     """Allocates ranges of a file, first fit, so that steps with equal requests in the same order get equal ranges."""
 
     end: int = 0  # offset at which the last allocated range ends
-    taken: int = 0  # bytes of the allocated ranges
-    _free: list[Extent] = field(default_factory=list)  # sorted by start
+    _free: Ranges = field(default_factory=Ranges)
 
     def take(self, nbytes: int) -> Extent:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self.taken += size
-        for position, free in enumerate(self._free):
-            if free.size == size:
-                return self._free.pop(position)
-            if free.size > size:
-                self._free[position] = Extent(free.start + size, free.size - size)
-                return Extent(free.start, size)
-        found = Extent(self.end, size)
-        self.end = found.end
-        return found
+        start = min((at for at, free in self._free.sizes.items() if free >= size), default=self.end)
+        if start == self.end:
+            self.end += size
+        elif left := self._free.take(start) - size:
+            self._free.add(start + size, left)
+        return start, size
 
     def give_back(self, extent: Extent) -> None:
-        self.taken -= extent.size
-        insort(self._free, extent)
-        joined: list[Extent] = []
-        for each in self._free:
-            if joined and joined[-1].end == each.start:
-                joined[-1] = Extent(joined[-1].start, joined[-1].size + each.size)
-            else:
-                joined.append(each)
-        if joined[-1].end == self.end:
-            self.end = joined.pop().start
-        self._free = joined
+        self._free.add(*extent)
+        if self.end in self._free.starts:
+            self.end = self._free.starts[self.end]
+            self._free.take(self.end)
 
 
 class NamelessFile:

@@ -42,10 +42,6 @@ class HostTier(Tier):
         self.buffers = PinnedBuffers()
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    @property
-    def held_bytes(self) -> int:
-        return self.buffers.taken_bytes
-
     def reserve(self, nbytes: int) -> None:
         # Only compare with the host's memory: buffers are pinned in the first step, which shows their sizes.
         available = available_host_bytes() + self.buffers.pinned_bytes
@@ -79,9 +75,8 @@ class MovedToHost(Moved):
     """A storage that is offloaded to pinned host memory; see `Moved`. Rules are those of Note [Streams]."""
 
     def __init__(self, tier: HostTier, storage: torch.UntypedStorage) -> None:
-        self.nbytes = storage.nbytes()
+        super().__init__(storage)
         self._buffers, self._device = tier.buffers, storage.device
-        self._storage: torch.UntypedStorage | None = storage
         self._training = torch.cuda.current_stream(self._device)  # Rule 1
         out, self._back = tier.streams(self._device)
         self._buffer: PinnedBuffer | None = tier.buffers.take(self.nbytes)

@@ -56,10 +56,6 @@ class Tier:
     name = "host"  # the tier's name in options: `host`, or `file:/path`
     moved_bytes = 0  # bytes offloaded so far
 
-    @property
-    def held_bytes(self) -> int:
-        return 0
-
     def reserve(self, nbytes: int) -> None:
         """Reserve `nbytes`, the most that are offloaded at once. Raises OffloadError if the tier has fewer."""
 

@@ -16,18 +16,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-def in_words(seconds: float) -> str:
-    """Format a remaining time as in `about 12 s left`, with at most two digits, since it is a rough estimate."""
-    for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
-        if seconds < most:
-            return f"about {max(1, round(seconds / divisor))} {unit} left"
-    return f"about {round(seconds / 3600)} h left"
-
-
 PATIENCE_SECONDS = 1.0  # Shorter work shows no line, which would only flash. A guess: with more, programs seem to hang
 _REDRAWN_SECONDS = 0.1  # least seconds between redraws: some work reports progress far more often
-_COUNTED = 10_000  # least number of parts for which progress is in percent: a count of five digits is hard to read
-_BAR = 16
+_BAR = 12
 
 
 @contextmanager
@@ -54,8 +45,7 @@ class Activities:
         self.shown = shown
         self._clock = clock
         self._begin = self._drawn = 0.0
-        self._line = ("", "", 0, 0)
-        self._first, self._since = 0, 0.0  # number of parts done, and the time, at the first report of the present work
+        self._work = ("", 0)  # verb and number of parts of the present work
         self._bar: Bar | None = None
         self._timer: Timer | None = None
         self._lock = RLock()  # the timer draws in its own thread
@@ -69,63 +59,53 @@ class Activities:
             self.shown = False
             if self._timer is not None:
                 self._timer.cancel()
-            if self._bar is not None:
+            if self._bar is not None and self._bar.live.is_started:
                 self._bar.stop()
-                self._bar = None
 
     def _tell(self, verb: str, done: int, total: int, name: str) -> None:
         with self._lock:
             if not self.shown:
                 return
-            now, other = self._clock(), (verb, total) != (self._line[0], self._line[3])
-            if other or done < self._line[2]:
-                self._first, self._since = done, now
-            self._line = (verb, name, done, total)
-            if self._timer is None:
-                self._begin = now
+            now, bar = self._clock(), self._bar
+            if bar is None:
+                bar, self._begin = _bar(self._clock), now
                 # A timer draws the line, since the first part of the work may take long before the next report.
-                self._timer = Timer(PATIENCE_SECONDS, self._draw)
+                self._bar, self._timer = bar, Timer(PATIENCE_SECONDS, self._draw)
                 self._timer.daemon = True
                 self._timer.start()
+            other = self._work != (verb, total) or done < bar.tasks[0].completed
+            if other:  # with a new estimate of the time left
+                self._work = (verb, total)
+                for task in bar.task_ids:
+                    bar.remove_task(task)
+                bar.add_task("", total=total or None, completed=done)
+            bar.update(bar.task_ids[0], description=f"{verb} {name}", completed=done)
             if now - self._begin >= PATIENCE_SECONDS and (other or now - self._drawn >= _REDRAWN_SECONDS):
                 self._drawn = now
-                pace = (now - self._since) / (done - self._first) if done > self._first else None
-                self._draw("" if pace is None else in_words(pace * (total - done)))
+                self._draw()
 
-    def _draw(self, left: str = "") -> None:
+    def _draw(self) -> None:
         with self._lock:
-            if not self.shown:
-                return
-            bar = self._bar = self._bar or _bar()
-            verb, name, done, total = self._line
-            end = ", ".join(part for part in (_count(done, total), left) if part)
-            text, room = f"{verb} {name}", bar.console.width - _BAR - len(end) - 4
-            if len(text) > room:
-                text = text[: max(0, room - 1)] + "…"
-            bar.update(bar.task_ids[0], description=text, completed=done, total=total or None, end=end)
-            bar.start()
-            bar.refresh()
+            if self.shown and self._bar is not None:
+                self._bar.start()
+                self._bar.refresh()
 
 
-def _count(done: int, total: int) -> str:
-    if total <= 1:
-        return ""
-    return f"{min(done + 1, total)} of {total}" if total < _COUNTED else f"{100 * done // total} %"
-
-
-def _bar() -> Bar:
+def _bar(clock: Callable[[], float]) -> Bar:
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
-    bar = Bar(
-        TextColumn("{task.description}", markup=False),
+    return Bar(
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
         BarColumn(bar_width=_BAR),
-        TextColumn("{task.fields[end]}", markup=False),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        expand=True,
+        get_time=clock,
         auto_refresh=False,  # a drawing thread would disturb measured times
         redirect_stdout=sys.stdout.isatty(),  # what goes into a pipe cannot disturb the line
     )
-    bar.add_task("", end="")
-    return bar

@@ -6,6 +6,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from types import SimpleNamespace
 
 from rotor_py.report.curve_pictures import SCREEN, round_numbers
@@ -105,27 +107,20 @@ def _largest(layers: list[Layer], at: int) -> str:
 
 def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
     """Yield an SVG path around each run of columns in which a layer, between `below` and `above`, is not empty."""
-    start = 0
-    while start < len(below):
-        end = start
-        while end < len(below) and above[end] < below[end]:  # y grows downwards
-            end += 1
-        if end > start:
-            columns = range(start, end)
-            edge = [f"M{LEFT + step * start:.1f} {below[start]:.1f}"]
-            edge += _stairs([above[at] for at in columns], [LEFT + step * (at + 1) for at in columns])
-            edge += _stairs([below[at] for at in reversed(columns)], [LEFT + step * at for at in reversed(columns)])
+    for filled, run in groupby(range(len(below)), key=lambda at: above[at] < below[at]):  # y grows downwards
+        if filled:
+            columns = list(run)
+            edge = [f"M{LEFT + step * columns[0]:.1f} {below[columns[0]]:.1f}"]
+            edge += _stairs([(above[at], LEFT + step * (at + 1)) for at in columns])
+            edge += _stairs([(below[at], LEFT + step * at) for at in reversed(columns)])
             yield "".join(edge) + "Z"
-        start = max(end, start + 1)
 
 
-def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
-    """Yield SVG commands of a stepped line: at `heights[i]` up to x = `ends[i]`; equal neighbours make one step."""
-    for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
-        if at == 0 or height != heights[at - 1]:
-            yield f"V{height:.1f}"
-        if at + 1 == len(heights) or heights[at + 1] != height:
-            yield f"H{end:.1f}"
+def _stairs(steps: list[tuple[float, float]]) -> Iterator[str]:
+    """Yield SVG commands of a line with steps (height, x of its end); equal neighbours make one step."""
+    for height, run in groupby(steps, key=itemgetter(0)):
+        *_, (_, end) = run
+        yield f"V{height:.1f}H{end:.1f}"
 
 
 ROW, LANE = 14, 14
@@ -170,11 +165,7 @@ def lives(
 ) -> Iterator[SimpleNamespace]:
     """Yield the rows in which a stage is stored as `kind`, a key of `WORDS`; `last` frees it, unless it `stays`."""
 
-    def life(last: int, stays: bool) -> SimpleNamespace:
-        title = f"{name}: {WORDS[now]}"
-        return SimpleNamespace(stage=stage, kind=now, first=first, last=last, stays=stays, title=title)
-
-    first, now, way, away = 0, "", "kept", False
+    kinds, way, away = [], "kept", False
     for row, moment in enumerate(found):
         if isinstance(moment.operation, ForwardEnable) and moment.operation.stage == stage:
             way = kept_kind(chain.stages[stage], moment.operation.option)
@@ -183,13 +174,15 @@ def lives(
         kept = "input" if moment.inputs.get(stage) else ""
         if stage + 1 in moment.attached:
             kept = "kept" if way == "elsewhere" and not away else way
-        if kept == now:
-            continue
+        kinds.append(kept)
+    end = 0
+    for now, run in groupby(kinds):
+        first, end = end, end + len(list(run))
         if now:
-            yield life(row, bool(kept) and moment.operation != Backward(stage))
-        first, now = row, kept
-    if now:
-        yield life(len(found) - 1, True)
+            freed = end < len(found)  # by the operation of the row `end`
+            stays = not freed or (bool(kinds[end]) and found[end].operation != Backward(stage))
+            last, title = end if freed else end - 1, f"{name}: {WORDS[now]}"
+            yield SimpleNamespace(stage=stage, kind=now, first=first, last=last, stays=stays, title=title)
 
 
 def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamespace]:

@@ -24,7 +24,7 @@ from rotor_py.stage.compression import FEWER_BITS, Packed
 from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.units import exact_bytes, format_bytes
 from rotor_py.validate.steps import TrainingStep, state_restored
-from rotor_py.validate.verification import Verification, default_loss, measured
+from rotor_py.validate.verification import Verification, default_loss, measure_outcome, measured
 from rotor_solver import (
     Algorithm,
     Chain,
@@ -354,12 +354,10 @@ def best_level(
 def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
     budget, planned.sequence = plan_of(planned).budget, sequence
     with state_restored(planned):
-        with step.taken(planned) as peak:
-            pass
-        seconds = step.seconds(planned)
+        found = measure_outcome(step, planned)
     return StepCost(
         predicted_peak_bytes=budget.peak_bytes(sequence),
-        measured_peak_bytes=peak,
+        measured_peak_bytes=found.peak_bytes,
         predicted_seconds=simulate(budget.chain, sequence).makespan,
-        measured_seconds=seconds,
+        measured_seconds=found.seconds,
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def measured_operations(
     after the first. Autograd's work after an operation counts as its part. Backwards that autograd skips are left out.
     """
     times: list[float] = []
+    found: list[tuple[Operation, bool]] = []
 
     def clock() -> None:
         # Kernels run after their launch returns: without this, the clock would time launches only.
@@ -59,66 +61,53 @@ def measured_operations(
             torch.cuda.synchronize(device)
         times.append(time.perf_counter())
 
+    def timed(operation: Operation, again: bool) -> None:
+        clock()
+        found.append((operation, again))
+
     clock()  # the step begins
-    # Measure memory in another step, since measuring it makes a step slower.
-    events = _events(step, clock)
+    _follow(step, sequence, names, timed)
     clock()
     between()
-    marks = iter(range(len(events)))
-
-    def with_marks(mark: Callable[[str], None]) -> None:
-        found = _events(step, lambda: mark(str(next(marks))))
-        assert found == events, "the same step did something else the second time"
-
-    phases = measured_phases(with_marks, present, device)
-    bounds = [moment - times[0] for moment in times[1:]]
-    begins = list(_begins(events, sequence, names))
-    ends = [*(at for at, _, _ in begins[1:]), len(events)]
+    # Measure memory in another step, since measuring it makes a step slower.
+    marks = map(str, count())
+    phases = measured_phases(
+        lambda mark: _follow(step, sequence, names, lambda operation, again: mark(next(marks))), present, device
+    )
     operations = []
-    for (at, operation, again), end in zip(begins, ends, strict=True):
-        within = [phases[str(each)] for each in range(at, end)]
-        during, seconds = max(phase.peak for phase in within), bounds[end] - bounds[at]
-        operations.append(TimedOperation(operation, again, bounds[at], seconds, during, within[-1].end))
+    for number, ((operation, again), (begin, end)) in enumerate(zip(found, pairwise(times[1:]), strict=True)):
+        phase = phases[str(number)]
+        operations.append(TimedOperation(operation, again, begin - times[0], end - begin, phase.peak, phase.end))
     return tuple(operations)
 
 
-def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[str, str, bool]]:
-    """Run `step`. As a stage begins or ends, list (forward or backward, its name, whether it begins); call `also`."""
-    found: list[tuple[str, str, bool]] = []
-
-    def note(doing: str, name: str, begins: bool) -> None:
-        found.append((doing, name, begins))
-        also()
-
-    with watched(note):
-        step()
-    return found
-
-
-def _begins(
-    events: list[tuple[str, str, bool]], sequence: Sequence, names: list[str]
-) -> Iterator[tuple[int, Operation, bool]]:
-    """Yield for each operation the index of the event at which it begins, the operation, and whether it recomputes.
+def _follow(
+    step: Callable[[], object], sequence: Sequence, names: list[str], begins: Callable[[Operation, bool], None]
+) -> None:
+    """Run `step`; as each operation begins, call `begins` with it and whether it recomputes its stage.
 
     Forwards come in the order of `sequence`, backwards from the last stage to the first, and the loss begins when the
     last forward before it ends.
     """
     forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
     before_loss = sequence.index(Loss())
-    backward, forward = len(names), 0
-    ran: set[str] = set()
-    for at, (doing, name, begins) in enumerate(events):
+    ran: list[str] = []
+    waiting = list(names)  # stages whose backward has not begun
+
+    def note(doing: str, name: str, begun: bool) -> None:
         if doing == BACKWARD:
             # The backward of a stage with several output tensors begins once for each of them: count the first only.
-            if begins and name in names[:backward]:
-                backward = names.index(name)
-                yield at, Backward(backward), False
-        elif begins:
-            yield at, forwards[forward], name in ran
-            ran.add(name)
-            forward += 1
-        elif forward == before_loss:
-            yield at, Loss(), False
+            if begun and name in waiting:
+                del waiting[waiting.index(name) :]
+                begins(Backward(len(waiting)), False)
+        elif begun:
+            begins(forwards[len(ran)], name in ran)
+            ran.append(name)
+        elif len(ran) == before_loss:
+            begins(Loss(), False)
+
+    with watched(note):
+        step()
 
 
 @contextmanager
@@ -165,6 +154,12 @@ def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for state, before in zip(states, entries, strict=True):
             state.clear()
             state.update({parameter: tree_unflatten(leaves, spec) for parameter, leaves, spec in before})
+
+
+def tensors_before_step(model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any) -> list[torch.Tensor]:
+    state = [] if optimizer is None else tensors_in(list(optimizer.state.values()))
+    parameters = list(model.parameters())
+    return [*parameters, *gradients_of(parameters), *model.buffers(), *state, *tensors_in(sample)]
 
 
 TIMED_STEPS = 3  # number of steps whose median time counts: the least for which one slow step does not matter
@@ -262,9 +257,7 @@ class TrainingStep:
         self.model.zero_grad(set_to_none=self.fresh_grads or self.in_backward)
 
     def _present(self) -> list[torch.Tensor]:
-        state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
-        parameters = list(self.model.parameters())
-        return [*parameters, *gradients_of(parameters), *self.model.buffers(), *state, *tensors_in(self.sample)]
+        return tensors_before_step(self.model, self.optimizer, self.sample)
 
     def _same_state(self) -> AbstractContextManager[None]:
         """With `in_backward`, restore the optimizer's state after the context: the compared parameters depend on it."""

@@ -47,7 +47,8 @@ def test_the_least_limit_is_said_and_plans_recompute_by_sequences_of_each_part(p
     pipeline = (model_file(CHAIN), "--pipeline", 2, "--mem-limit")
     refused = plan(*pipeline, "300kB")
     ends(refused, 3, "limit_too_small", mem_limit=300_000)
-    least = refused.output.rpartition("a limit of ")[2].strip().rstrip(".")
+    least = refused.__dict__["failure"].numbers["min_bytes"]
+    assert f"a limit of {least} bytes" in refused.output
     tight, ample = (report(*pipeline, limits)["pipeline"] for limits in (least, "9MB,1GB"))
     assert [rank["mem_limit"] for rank in ample["by_rank"]] == [9 * 10**6, 10**9]
     assert not any("CF_" in part["sequence"] for part in ample["parts"])

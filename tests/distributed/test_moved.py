@@ -16,6 +16,7 @@ from rotor_py.offload import open_tier as tiers
 from tests.checkpointable.steps import Stack, square
 from tests.distributed import steps
 from tests.distributed.processes import Processes, least_peak
+from tests.offload.tiers import held
 from tests.training.stepping import Block
 
 ROWS, WIDTH = 256, 64
@@ -62,7 +63,7 @@ def same_as_plain(rank: int, folder: str) -> tuple[str, Any]:
     assert steps.different(found, expected) == []
     assert measured <= predicted <= (network.mem_limit or 0)
     assert tier.moved_bytes > before
-    assert tier.held_bytes == 0
+    assert held(tier) == 0
     return str(network.sequence), network.sequence.moves
 
 

@@ -17,7 +17,7 @@ from rotor_profiling.memory import Phase
 from rotor_py import Checkpointable, InfeasibleError, Plan
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.fake_tensors import FakeCopies
-from rotor_py.estimation.simulated_step import Communication, SimulatedStep
+from rotor_py.estimation.simulated_step import SimulatedStep, find_room
 from rotor_py.estimation.simulated_target import PredictedDevice, shard_parameters, world_of
 from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
@@ -103,13 +103,12 @@ def planned_step(kind: str, count: int, precision: torch.dtype | None, share: fl
         network = Checkpointable(model, value, "1GB", cache=False, watch=False, **told)
         bound = network.budget.fixed.communication
         step = SimulatedStep(network, value, loss, optimizer, fresh_grads=True)
-        communication = Communication(find_device("h100"))
-        communication.find_room(step)
+        find_room(step, find_device("h100"))
         least, most = network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))
         network.mem_limit = int(least + share * (most - least))
         while True:  # a plan for less gathers more, and has a larger least limit
             try:
-                communication.find_room(step)
+                find_room(step, find_device("h100"))
                 sequence = network.compute_sequence()
                 break
             except InfeasibleError as error:

@@ -70,11 +70,6 @@ def test_a_full_device_gives_back_whole_segments_or_pages_first_and_then_has_no_
     assert replay(events, expandable=True, limit=80 * MIB).reserved_bytes == 80 * MIB
     with pytest.raises(DeviceFullError):
         replay(events, expandable=True, limit=30 * MIB)
-    # Mistakes of the caller are told.
-    with raises(ValueError, "allocated_twice", name="a"):
-        replay([Allocate("a", 1), Allocate("a", 1)])
-    with raises(ValueError, "not_allocated", name="a"):
-        replay([Free("a")])
 
 
 def test_constants_are_those_of_the_installed_pytorch() -> None:

@@ -31,10 +31,10 @@ def sums(run: Callable[[], object]) -> tuple[int, int]:
     return sum(operations_of(*each) for each in calls.seen), sum(bytes_of(*each) for each in calls.seen)
 
 
-def seconds(device: Device, run: Callable[[], object], **options: bool) -> float:
+def seconds(device: Device, run: Callable[[], object]) -> float:
     with FakeTensorMode(), Calls() as calls:
         run()
-    return sum(work_of(*each, **options).seconds(device) for each in calls.seen)
+    return sum(work_of(*each).seconds(device) for each in calls.seen)
 
 
 def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,10 +106,12 @@ def test_an_lstm_computes_its_products_and_twice_as_many_backward_and_other_form
     assert sums(run)[0] == counter.get_total_flops() > 0
 
 
-def test_an_operator_takes_as_long_as_the_scarcer_of_the_two_by_their_efficiencies_or_a_launch() -> None:
+def test_an_operator_takes_as_long_as_the_scarcer_of_the_two_by_their_efficiencies_or_a_launch(monkeypatch) -> None:
     large = lambda: new(100, 100) @ new(100, 100)  # noqa: E731 # one expression, used three times
-    assert seconds(SIMPLE, large, tf32=False) == pytest.approx(2e6 * 1e-9)
-    assert seconds(SIMPLE, large, tf32=True) == pytest.approx(1e6 * 1e-9)
+    assert seconds(SIMPLE, large) == pytest.approx(2e6 * 1e-9)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        assert seconds(SIMPLE, large) == pytest.approx(1e6 * 1e-9)
     assert seconds(SIMPLE, lambda: new(100, 1) @ new(1, 100)) == pytest.approx(4 * 10_200 * 1e-9)
 
     def halves() -> None:  # which have their rate though a sum is wider
@@ -120,7 +122,7 @@ def test_an_operator_takes_as_long_as_the_scarcer_of_the_two_by_their_efficienci
     assert seconds(SIMPLE, halves) == pytest.approx(10 * 256 * 256 * 64 / 4e9)
     slow = replace(SIMPLE, efficiencies=Efficiencies(0.5, 1.0, 1.0, 1.0, 0.25))
     for run, factor in ((lambda: new(100, 100) @ new(100, 100), 2), (lambda: new(100) + new(100), 4)):
-        assert seconds(slow, run, tf32=False) == pytest.approx(factor * seconds(SIMPLE, run, tf32=False))
+        assert seconds(slow, run) == pytest.approx(factor * seconds(SIMPLE, run))
     device = replace(SIMPLE, launch_seconds=1e-3)
     assert seconds(device, lambda: new(2) + new(2)) == 1e-3
     assert seconds(device, lambda: new(2).view(2, 1)) == 0.0

@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rotor_py import InfeasibleError, UnsupportedModelError, estimate
+from rotor_py.data_sheet import Device
+from rotor_py.estimation import simulated_target
 from rotor_py.estimation.device_table import find_device
-from rotor_py.estimation.simulated_step import Communication, SimulatedStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import blocks_of, world_of
 from rotor_py.report import Report
 from tests.checkpointable.steps import Made
@@ -90,11 +92,11 @@ def test_each_device_has_its_part_and_a_batch_of_its_own_and_the_users_function_
 def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the one that `--max-overhead` chooses, in the room of another plan."""
 
-    def plan_without_room(communication: Communication, step: SimulatedStep) -> None:
+    def plan_without_room(step: SimulatedStep, _: Device) -> None:
         step.prepare()
         step.network.divide(step.network.budget.with_communication(0))
 
-    monkeypatch.setattr(Communication, "find_room", plan_without_room)
+    monkeypatch.setattr(simulated_target, "find_room", plan_without_room)
     limit = report().peak_bytes - 1000
     found = report(mem_limit=limit)
     assert found.budget.fixed.communication > 0

@@ -22,6 +22,7 @@ from rotor_solver import Sequence
 from rotor_solver.offload import Moves
 from tests.checkpointable.steps import CPU, Residual, planned_at
 from tests.fields import raises
+from tests.offload.tiers import held
 from tests.training.test_concurrent import in_threads
 
 WIDTH, BATCH, LAYERS = 128, 256, 4
@@ -97,7 +98,7 @@ def test_gradients_are_those_of_plain_training_bit_for_bit(sequence: Sequence, m
         assert same(gradients_of(layers, moving(layers, sequence, moves, tier)), expected)
         assert tier.moved_bytes - before >= moved * 2 * ONE  # the dropout's mask too
         assert bool(tier.moved_bytes - before) == bool(moved)
-    assert tier.held_bytes == 0
+    assert held(tier) == 0
 
 
 def test_what_is_away_takes_no_memory_and_second_derivatives_are_those_of_plain_training(tier: FileTier) -> None:
@@ -144,10 +145,10 @@ def test_what_is_overwritten_after_it_was_saved_is_refused_as_in_plain_training(
 def settle(tier: FileTier) -> None:
     """Nothing stays in the tier, once the copies that an error has left under way are over."""
     for _ in range(10_000):
-        if not tier.held_bytes:
+        if not held(tier):
             return
         time.sleep(0.001)
-    raise AssertionError(f"{tier.held_bytes} bytes are left in the tier")
+    raise AssertionError(f"{held(tier)} bytes are left in the tier")
 
 
 def tier_of(model: Checkpointable) -> Any:
@@ -272,7 +273,7 @@ def test_stages_that_save_oddly_are_exact_and_inside_the_limit(kind: str, planne
     value = rows()
     peak = measured_peak(lambda: loss_of(model(value)).backward(), [*model.parameters(), value], torch.device("cpu"))
     assert peak <= model.report().peak_bytes <= int(model.mem_limit)  # type: ignore[arg-type] # it is in bytes
-    assert tier_of(model).held_bytes == 0
+    assert held(tier_of(model)) == 0
 
 
 def twice(loss: torch.Tensor, retain: bool = True) -> None:
@@ -284,13 +285,13 @@ def test_odd_backwards_and_hooks_of_the_user_are_exact_and_errors_cost_that_step
     model, expected = planned(chain()), gradients(chain())
     for backward in (twice, lambda loss: in_threads(loss.backward)):
         assert same(gradients(model, backward), gradients(chain(), backward))
-        assert tier_of(model).held_bytes == 0
+        assert held(tier_of(model)) == 0
     with torch.autograd.graph.save_on_cpu():
         assert same(gradients(model), expected)
     with pytest.raises(RuntimeError, match="second time"):
         gradients(model, partial(twice, retain=False))
     assert same(gradients(model), expected)
-    assert tier_of(model).held_bytes == 0
+    assert held(tier_of(model)) == 0
 
     for stage in (0, 2, 3):
         hook = model.model[stage].up.weight.register_hook(lambda _: 1 / 0)

@@ -25,6 +25,7 @@ from rotor_solver.offload import Link, plan_moves, timed_moments
 from tests.checkpointable.steps import between, square, step_peak
 from tests.execute.test_moving import same, settle, tier_of
 from tests.fields import logged, raises
+from tests.offload.tiers import held
 from tests.training.stepping import Block, Language
 
 pytestmark = pytest.mark.usefixtures("fast_link")
@@ -92,7 +93,7 @@ def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slowe
     assert tier.moved_bytes - before == nbytes
     assert report.peak_bytes * 0.98 <= peak <= report.peak_bytes <= limit
     assert same(trained(moving), trained(chain()))
-    assert tier.held_bytes == 0
+    assert held(tier) == 0
     assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
 
@@ -137,7 +138,7 @@ def test_what_a_part_or_packing_leaves_is_elsewhere(make, way: str, tmp_path, mo
     assert budget.peak_bytes(sequence) * 0.98 <= peak <= budget.peak_bytes(sequence)
     assert peak < budget.peak_bytes(Sequence(sequence))  # where nothing moves
     assert same(trained(model), trained(make()))
-    assert tier.held_bytes == 0
+    assert held(tier) == 0
     # From a file, only the names of ways are known.
     file = tmp_path / "plan.json"
     model.save_plan(file)
@@ -256,7 +257,7 @@ def test_gradients_that_add_up_over_batches_are_exact_inside_the_limit(tmp_path:
     assert same(accumulated(model), accumulated(plain))
     predicted = model.report().peak_bytes
     assert 0.97 * predicted <= step_peak(model, value) <= predicted <= limit
-    assert tier_of(model).held_bytes == 0
+    assert held(tier_of(model)) == 0
 
 
 def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
