@@ -6,6 +6,7 @@ A node takes as much Python time as a small stage takes to run, and a plan often
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rotor_profiling import bytes_like
@@ -36,21 +37,14 @@ def joined_where_possible(runners: Runners, sequence: Sequence, chain: Chain) ->
     of its parameters, which it returns all at once.
     """
     groups = list(_Groups(runners, sequence, chain))
-    number_of = {stage: number for number, group in enumerate(groups) for stage in group}
+    numbers = {group[0]: number for number, group in enumerate(groups)}
     found: list[Operation] = []
     for each in sequence:
         if isinstance(each, Loss):
             found.append(each)
-            continue
-        number = number_of[each.stage]
-        group = groups[number]
-        if each.stage != group[0]:
-            continue  # one operation for all stages of the group: that on its first one
-        match each:
-            case ForwardEnable():
-                found.append(ForwardEnable(number, each.option if len(group) == 1 else 0))
-            case _:
-                found.append(type(each)(number))
+        elif (number := numbers.get(each.stage)) is not None:  # one operation for all: that on the first stage
+            option = {"option": 0} if isinstance(each, ForwardEnable) and len(groups[number]) > 1 else {}
+            found.append(replace(each, stage=number, **option))
     members = [[runners[stage] for stage in group] for group in groups]
     return Runners(own[0] if len(own) == 1 else JoinedRunner(own) for own in members), Sequence(found)
 
@@ -104,8 +98,7 @@ class _Groups:
                 case ForwardCheck():
                     alike = following[1:] == tuple(map(ForwardNograd, group[1:]))
                 case Backward():
-                    before = operations[max(0, position + 1 - length) : position + 1]
-                    alike = before == tuple(map(Backward, reversed(group)))
+                    alike = operations[position + 1 - length : position] == tuple(map(Backward, group[:0:-1]))
                 case _:  # frees the group's input after its first stage
                     alike = False
             if not alike:

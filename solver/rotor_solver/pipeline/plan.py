@@ -171,14 +171,11 @@ class PipelinePlan:
     @property
     def slowest_seconds(self) -> float:
         """Seconds that a microbatch takes on the slowest rank, recomputation included."""
-        return max(map(self.rank_seconds, range(self.schedule.ranks)))
+        ranks = range(self.schedule.ranks)
+        return max(sum(part.microbatch.seconds for part in self.parts_of(rank)) for rank in ranks)
 
     def parts_of(self, rank: int) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part.rank == rank)
-
-    def rank_seconds(self, rank: int) -> float:
-        """Seconds that a microbatch takes on a rank, through all of its parts."""
-        return sum(part.microbatch.seconds for part in self.parts_of(rank))
 
     @cached_property
     def timeline(self) -> Timeline:
