@@ -74,6 +74,7 @@ class CapturedGraph:
         self._leaving: list[fx.Node] = []  # outputs of the last stage
         self.overwriting: fx.Node | None = None  # the last node of the context that writes into an input of the graph
         self._context: fx.GraphModule | None = None
+        self.passed_on: list[torch.Tensor] = []  # parameters and buffers that stages pass on, with their gradients
         self._made: list[fx.Node] = []  # nodes of the context whose values it returns
         # Maps placeholders to the model's parameters and buffers. `_owned_at`: their indices among the graph's inputs.
         self._owned: dict[fx.Node, torch.Tensor] = {}
@@ -134,6 +135,8 @@ class CapturedGraph:
                 del facts.owned[node]
             self._note_owned()
             self._make_context()
+        trained = [arguments[self._placeholders.index(node)] for node in facts.given if carries_gradient(node)]
+        self.passed_on = [each for each in trained if isinstance(each, nn.Parameter) or id(each) in self._buffers]
         self.layers, self._leaving = stages_of(facts, self._cuts, weights, self._entering, names)
         self._is_split = True  # only now: after an error above, a later call raises it again
 

@@ -22,6 +22,7 @@ import rotor_profiling
 from rotor_profiling import (
     RandomState,
     buffers_kept,
+    bytes_like,
     has_loss,
     isolated,
     leaves_of,
@@ -189,6 +190,10 @@ def measure_graphs(
         counted = storages([*model.parameters(), *model.buffers(), *known])
         found.returned_bytes = storage_bytes(tensors_in(found.output), owned_elsewhere=counted)
         del known
+        passed_on = [each for graph in found.graphs for each in graph.graph.passed_on]
+        # The budget counts gradients of parameters that exist before the step.
+        uncounted = [each for each in passed_on if options.fresh_gradients or not isinstance(each, nn.Parameter)]
+        found.passed_on_bytes = bytes_like(uncounted)
         if options.loss is not None:
             trained_bytes = storage_bytes(tensor for tensor in tensors_in(found.output) if tensor.requires_grad)
             with operators():

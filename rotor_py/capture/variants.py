@@ -77,6 +77,7 @@ class MeasuredGraphs:
     outside_bytes: int = 0  # bytes that autograd saves for operators outside all graphs
     # Estimated bytes of gradients and scratch of these operators: four times the largest tensor that they save.
     outside_scratch: int = 0
+    passed_on_bytes: int = 0  # bytes of gradients of what stages pass on, as far as no stage and no budget counts them
     returned_bytes: int = 0  # bytes of outputs of the model that the main graph has neither made nor read
     outputs_held: bool = True  # whether the caller holds the model's outputs until the end of the step
     loss: LossCost | None = None
@@ -125,7 +126,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     output_bytes = main.stages[-1].activation_bytes
     kept += output_bytes if after and _FRAMES_HOLD else 0
     # The backwards of graphs run one after another. In between, gradients to which several of them add stay in memory.
-    kept += found.shared_gradient_bytes
+    kept += found.shared_gradient_bytes + found.passed_on_bytes
     kept += sum(_stored(other)[1] for other in before)
     returned = storages(tensors_in(found.output))
     given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)

@@ -43,8 +43,9 @@ def joined_where_possible(runners: Runners, sequence: Sequence, chain: Chain) ->
         if isinstance(each, Loss):
             found.append(each)
         elif (number := numbers.get(each.stage)) is not None:  # one operation for all: that on the first stage
-            option = {"option": 0} if isinstance(each, ForwardEnable) and len(groups[number]) > 1 else {}
-            found.append(replace(each, stage=number, **option))
+            found.append(replace(each, stage=number))
+            if isinstance(each, ForwardEnable) and len(groups[number]) > 1:
+                found[-1] = ForwardEnable(number)  # the runner of joined stages knows their options
     members = [[runners[stage] for stage in group] for group in groups]
     return Runners(own[0] if len(own) == 1 else JoinedRunner(own) for own in members), Sequence(found)
 

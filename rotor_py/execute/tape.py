@@ -73,6 +73,7 @@ from rotor_py.execute.backward_passes import (
 from rotor_py.execute.instructions import Instructions, Runners, Step, read_sequence
 from rotor_py.offload.offload_saved import OffloadableStorages, Tier
 from rotor_py.stage.error_context import watchers
+from rotor_py.stage.first_run import described, mark_of
 from rotor_py.stage.forward_state import Surroundings, recall_effects
 from rotor_py.stage.replayed_routing import draws
 from rotor_py.stage.runner import AttachedStage, Left, StageRunner, run_offloadable
@@ -244,7 +245,7 @@ class Tape:
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
-        self._kept: dict[int, list[int]] = {}  # maps stages to the versions of their input's tensors when it was kept
+        self._kept: dict[int, list[Any]] = {}  # maps stages to `mark_of` each of their input's tensors when it was kept
         self.frames: dict[int, Frame] = {}  # maps stages to frames of their outputs: a node can return only tensors
         self.passes = Passes(Held(ActivationStore() if store is None else store), instructions)
         self._moving: Moving | None = None
@@ -439,15 +440,17 @@ class Tape:
     def _keep(self, held: Held, stage: int, value: Any) -> None:
         if stage not in held.inputs:
             held.inputs.keep(stage, value)
-            self._kept[stage] = self._versions(held.inputs.held_tensors(stage))
+            self._kept[stage] = self._marks(held, stage)
 
     def _refuse_written(self, held: Held, stage: int) -> None:
-        """Raise StageChangedError if an operator has written to the stage's input, or to the context, since `_keep`."""
-        now = self._versions(held.inputs.held_tensors(stage))
+        """Raise StageChangedError if the stage's input, or the context, was written to since `_keep`."""
+        now = self._marks(held, stage)
         for was, is_now in zip(self._kept.get(stage, now), now, strict=True):
             if was != is_now:
-                name = self.runners[stage].name
-                raise StageChangedError(name, "the input", f"at version {was}", f"at version {is_now}")
+                raise StageChangedError(self.runners[stage].name, "the input", *described(was, is_now))
+
+    def _marks(self, held: Held, stage: int) -> list[Any]:
+        return [mark_of(tensor) for tensor in held.inputs.held_tensors(stage) + self._shared]
 
     def _versions(self, value: Any) -> list[int]:
         return [tensor._version for tensor in tensors_in(value) + self._shared]

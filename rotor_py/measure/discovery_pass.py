@@ -257,7 +257,7 @@ class DiscoveryPass:
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         name, function = self._stages[number]
-        with _ForeignParameters(function, self._stepped.parameters) as reads:
+        with _ForeignParameters(function, value, self._stepped.parameters) as reads:
             self._chain.run(self._chain.runner(number), value)
         if reads.found:
             stage = f"stage {name!r}, which reads it, or leave step_in_backward out"
@@ -266,11 +266,11 @@ class DiscoveryPass:
 
 
 class _ForeignParameters(TorchDispatchMode):
-    """Collect in `found` each parameter of `parameters` that operators read and that `function` does not own."""
+    """Collect in `found` each of `parameters` that operators read, and that is neither in `function` nor in `value`."""
 
-    def __init__(self, function: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, function: nn.Module, value: Any, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        own = storages(function.parameters())
+        own = storages([*function.parameters(), *tensors_in(value)])
         self._others = {address: each for each in parameters for address in storages([each]) if address not in own}
         self.found: list[torch.Tensor] = []
 

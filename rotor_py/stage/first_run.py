@@ -209,7 +209,7 @@ class Seen:
         tensors = [*self._tensors(_PARAMETERS), *self._tensors("_buffers")]
         # Leave out the copies that measuring gives to a stage that writes to its parameters.
         kept = [each for each in tensors if id(each) not in left_out and not vars(each).get("copied")]
-        self._marks = [(each, _mark(each)) for each in kept]
+        self._marks = [(each, mark_of(each)) for each in kept]
         kinds: list[type[Any]] = [type(each) for each in self._modules]
         self._code = [(kind, kind.forward) for kind in kinds]
 
@@ -217,7 +217,7 @@ class Seen:
         """After a recomputation, record the versions of these tensors again, since a recomputation may raise them."""
         for number, (tensor, mark) in enumerate(self._marks):
             if mark[0] is not None and mark[0] != tensor._version:
-                self._marks[number] = tensor, _mark(tensor)
+                self._marks[number] = tensor, mark_of(tensor)
 
     def refuse_changes(self) -> None:
         """Raise StageChangedError if a tensor was written to since `note`, or a module has another class or forward."""
@@ -227,8 +227,8 @@ class Seen:
                 label = next(name for name, each in self._modules[0].named_modules() if each is module)
                 raise StageChangedError(self._name, f"method forward of {label or 'the module'}", forward, code)
         for tensor, then in self._marks:
-            if (now := _mark(tensor)) != then:
-                raise StageChangedError(self._name, self._label(tensor), *_told(then, now))
+            if (now := mark_of(tensor)) != then:
+                raise StageChangedError(self._name, self._label(tensor), *described(then, now))
 
     def put_back(self, undo: Undoing, *, parameters: bool = True) -> None:
         """Restore the modules' dicts and training modes until `undo` runs; dicts of parameters only if `parameters`."""
@@ -268,7 +268,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 _Sample = ctypes.c_char * 16  # the bytes that are compared at the beginning, and again at the end, of a parameter
 
 
-def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+def mark_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return values that a write to a tensor changes: its version, and if it is plain, its address and some bytes."""
     version = None if tensor.is_inference() else tensor._version
     if version is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
@@ -282,7 +282,7 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     return version, address, first.raw, last.raw
 
 
-def _told(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
+def described(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
     """Describe the first difference between two results of `_mark`, for an error message."""
     if then[0] != now[0]:
         return f"at version {then[0]}", f"at version {now[0]}"

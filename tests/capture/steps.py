@@ -90,7 +90,7 @@ def measured_step(network: nn.Module, optimizer: Any, inputs: dict[str, Any], lo
 
 
 def everything(network: nn.Module) -> list[torch.Tensor]:
-    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    gradients = [each.grad for each in (*network.parameters(), *network.buffers()) if each.grad is not None]
     return [*network.parameters(), *gradients, *network.buffers()]
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,19 +266,42 @@ class Drawing(Layers):
         return F.dropout(value, 0.2).sin() * torch.ones(WIDTH).geometric_(0.5) * (1 + drawn)
 
 
-class RungeKutta(nn.Module):
-    """Reads each weight four times a step, so that one stage does, and later stages, too."""
+class ReadsByTurns(nn.Module):
+    """Each of the stages reads one weight twice, in one of several ways."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.slope = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.layers, self.how = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)), how
+        self.weight, self.memory = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), nn.GRU(WIDTH, WIDTH)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for _ in range(4):
-            slopes = [self.slope(value)]
-            for step in (0.05, 0.05, 0.1):
-                slopes.append(self.slope(value + step * slopes[-1]))
-            value = value + (slopes[0] + 2 * slopes[1] + 2 * slopes[2] + slopes[3]) / 60
+        for layer in self.layers:
+            value = layer(value).tanh()
+            value = value + self.read(value)
+        return value
+
+    def read(self, value: torch.Tensor) -> torch.Tensor:
+        match self.how:
+            case "operators":
+                return torch.tanh(value @ self.weight) @ self.weight
+            case "an operator":
+                return value @ (self.weight * self.weight)
+            case "a region":
+                return torch.vmap(lambda row: torch.tanh(row @ self.weight) @ self.weight)(value)
+            case _:
+                return self.memory(value.view(8, -1, WIDTH))[0].reshape(value.shape)
+
+
+class TrainedBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        for layer in self.layers:
+            layer.register_buffer("scale", torch.rand(WIDTH, requires_grad=True))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = layer(value).tanh() * layer.scale
         return value
 
 
@@ -370,7 +394,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "own function": (Reversing, (256, WIDTH), 0),
     "gradients by transforms": (lambda: Layers(*map(Corrected, ["grad", "vjp"] * 2)), (256, WIDTH), 0.97),
     "chain with gradients": (lambda: nn.Sequential(*map(Corrected, ["autograd"] * 3), nn.Tanh()), (256, WIDTH), 0),
-    "reads by turns": (RungeKutta, (256, WIDTH), 0.9),
+    **{
+        f"weight that {how} read by turns": (partial(ReadsByTurns, how), (256, WIDTH), 0)
+        for how in ("operators", "an operator", "a region", "a recurrent layer")
+    },
+    "trained buffers": (TrainedBuffers, (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(*linears(9)), (256, WIDTH), 0.97),
     "view as output": (Viewed, (16, 16, WIDTH), 0.97),
     "view of a carried tensor": (CarriedView, (16, 16, WIDTH), 0),

@@ -318,10 +318,13 @@ def test_what_cannot_be_put_back_is_refused_and_stored_from_then_on(name: str) -
     assert planned.inspection_values.unrepeatable
 
 
-def test_an_input_that_is_written_to_is_refused_as_autograd_does() -> None:
+@pytest.mark.parametrize(
+    "write", [torch.Tensor.zero_, lambda given: given.data.zero_(), lambda given: given.numpy().fill(0)]
+)
+def test_an_input_that_is_written_to_is_refused(write: Callable[[torch.Tensor], object]) -> None:
     given = batch()
     output = planned_network()(given)
-    given.zero_()
+    write(given)
     with raises(StageChangedError, "stage_changed", name="0"):
         square(output).backward()
 

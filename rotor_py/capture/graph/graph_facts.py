@@ -137,7 +137,9 @@ class _Reader:
         facts = self.facts
         # Recognize buffers by name, too: as a backend of torch.compile, rotor_py does not know the model's buffers.
         is_buffer = isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)
-        if isinstance(value, nn.Parameter) or id(value) in self.buffers or is_buffer:
+        is_buffer |= id(value) in self.buffers
+        # A buffer that is trained is an input: stages compute gradients of inputs and of parameters only.
+        if isinstance(value, nn.Parameter) or (is_buffer and not value.requires_grad):
             facts.owned[node] = value
             if id(value) in self.places:
                 facts.sharded[node] = self.places[id(value)]
@@ -307,11 +309,24 @@ def read_by_turns(facts: GraphFacts, cuts: CutPoints) -> list[fx.Node]:
     found = []
     for node, value in facts.owned.items():
         if isinstance(value, nn.Parameter) and value.requires_grad and node not in facts.sharded:
-            reads = [position for position, each in enumerate(facts.body) if node in each.all_input_nodes]
-            stages = Counter(bisect_left(cuts.ends, position) for position in reads)
+            stages: Counter[int] = Counter()
+            for position, each in enumerate(facts.body):
+                if reads := _reads(each, node):
+                    stages[bisect_left(cuts.ends, position)] += reads
             if any(count > 1 for stage, count in stages.items() if stage < max(stages)):
                 found.append(node)
     return found
+
+
+_RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+
+
+def _reads(node: fx.Node, given: fx.Node) -> int:
+    """Return how often a node reads `given`; a recurrent operator, or a region that is one node, may do so twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    region = str(getattr(node.target, "__module__", "")).startswith("rotor_")
+    return found.count(given) * (2 if region or name_of(node) in _RECURRENT else 1)
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
