@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.inner = nn.Linear(WIDTH, 2 * WIDTH)
         self.outer = nn.Linear(2 * WIDTH, WIDTH)
         self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.shared.weight = weight  # the same in all blocks
+        self.shared.weight = weight
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         inner = nn.functional.relu(self.inner(self.norm(value)), inplace=True)
@@ -41,8 +41,9 @@ class Block(nn.Module):
 
 class Net(Stack):
     def __init__(self, blocks: int = 4) -> None:
-        weight = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH))
-        super().__init__(*(Block(weight) for _ in range(blocks)))
+        # The first two blocks, of which parts are one stage, share no weight: no stage reads the shared one twice.
+        first, others = (nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        super().__init__(Block(first), *(Block(others) for _ in range(blocks - 1)))
 
 
 class Wide(Stack):
