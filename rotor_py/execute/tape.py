@@ -259,6 +259,9 @@ class Tape:
         """Run the operations before the loss on the chain's input `value`; return its output, in the caller's graph."""
         held = self.passes.left
         assert held is not None
+        # Stages keep aliases of the chain's inputs: what is written to `data` of a trained one shows in that alone.
+        trained = [tensor for tensor in tensors_in(value) if tensor.is_leaf and tensor.requires_grad]
+        self._shared = [*tensors_in(self.context), *trained]
         try:
             output = self._forward(held, value)
         except BaseException:  # Rule 10

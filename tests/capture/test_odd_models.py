@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture.graph.graph_nodes import written_by
 from rotor_py.capture.graph.graph_rewrites import _kind_of, draws_from_own_state
+from rotor_py.errors import StageChangedError
 from rotor_solver import store_all
-from tests.capture.steps import assert_same_step, assert_trains_inside, limits, planned_and_plain
+from tests.capture.steps import assert_same_step, assert_trains_inside, limits, planned_and_plain, planned_for
 from tests.checkpointable.steps import Made, Stack, between, planned_at, square, step_peak, without_collector
 from tests.fields import logged, raises
 
@@ -423,6 +424,15 @@ def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case:
     if case == "large buffer":
         assert planned.budget.fixed.buffers == 256 * 256 * 4
         assert planned.budget.fixed.batch in (0, 4 * 16 * WIDTH * 4)
+
+
+def test_a_weight_that_stages_pass_on_is_compared_like_their_own() -> None:
+    value = torch.randn(256, WIDTH)
+    planned = planned_for(ReadsByTurns("operators"), {"value": value})
+    output = planned(value)
+    planned.model.weight.data = 2 * planned.model.weight.data
+    with raises(StageChangedError, "stage_changed"):
+        square(output).backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # TorchDynamo does, for a moment
