@@ -257,7 +257,9 @@ def file_bytes(model: Checkpointable) -> int:
     if model.budget.link is None:
         return 0
     tier = model._planner.model.tier
-    return tier._space.end + tier._file.size
+    tier._sweep()
+    space = tier._space
+    return space.end - sum(space._free.sizes.values()) + tier._file.size
 
 
 def open_files() -> int:
