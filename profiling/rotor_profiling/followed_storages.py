@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -128,7 +128,12 @@ class FollowedStorages(TorchDispatchMode):
 
         def resize(storage: Any, size: int) -> Any:
             result = before(storage, size)
-            self._resized(storage)
+            handle = storage._cdata
+            if handle in self._followed:  # count it as freed and made again; it already has a finalizer
+                self.freed(self._followed[handle])
+                self._take(handle, storage.nbytes())
+            else:  # it existed before this mode was entered: count it as made
+                self.follow(storage)
             return result
 
         setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010  # mypy refuses the assignment
@@ -172,15 +177,6 @@ class FollowedStorages(TorchDispatchMode):
         if first._cdata not in self._followed:  # a followed storage already has a finalizer
             weakref.finalize(first, self._end, first._cdata).atexit = False
         self._sum = first._cdata, total
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a resized storage as freed and made again; as made if it existed before this mode was entered."""
-        handle = storage._cdata
-        if handle not in self._followed:
-            self.follow(storage)
-            return
-        self.freed(self._followed[handle])
-        self._take(handle, storage.nbytes())  # a followed storage already has a finalizer
 
     def _take(self, handle: int, size: int) -> None:
         self._count += 1
@@ -237,3 +233,19 @@ class LiveBytes(FollowedStorages):
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.peak = max(self.peak, self.now + self._scratch(func, args, kwargs, out))
+
+
+class Touched(TorchDispatchMode):
+    """Dispatch mode that collects in `found` those of `parameters` that share memory with an operator's argument."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._parameters = {each.untyped_storage()._cdata: each for each in parameters}
+        self.found: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        taken = [each.untyped_storage()._cdata for each in tensors_in((args, kwargs)) if each.layout == torch.strided]
+        self.found += [self._parameters[address] for address in taken if address in self._parameters]
+        return func(*args, **(kwargs or {}))

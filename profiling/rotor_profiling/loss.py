@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from rotor_profiling.backends import memory_meter, stopwatch
 from rotor_profiling.isolate import RandomState, set_meanwhile, undoing
-from rotor_profiling.stage.gradients import gradients_at, leaves_of
+from rotor_profiling.stage.gradients import gradients_at, leaves_behind, leaves_of
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.timing import seconds_of
 from rotor_solver.described_error import DescribedError
@@ -48,7 +49,7 @@ def measure_loss(
         undo.append(RandomState.now((device,)).restore)
         value = loss(leaves_of(output))  # also a warm-up, in which libraries allocate memory that they keep
         _check(value)
-        trained = [(each, _without_user(each)) for each in _leaves_behind(value)]
+        trained = [(each, _without_user(each)) for each in leaves_behind([get_gradient_edge(value)])]
         del value
         with set_meanwhile(*trained), memory_meter(device) as meter:
             leaf = leaves_of(output)
@@ -77,17 +78,6 @@ def measure_loss(
         temp_bytes=max(0, phase.rise - output_bytes),
         kept_bytes=max(0, phase.kept - output_bytes) + start.kept,
     )
-
-
-def _leaves_behind(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return the leaves that the backward of `value` reaches, such as parameters of the model in a penalty."""
-    pending, seen = [value.grad_fn], set[Any]()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [following for following, _ in node.next_functions]
-    return [leaf for node in seen if (leaf := getattr(node, "variable", None)) is not None]
 
 
 def _without_user(leaf: torch.Tensor) -> dict[str, Any]:

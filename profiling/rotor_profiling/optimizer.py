@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from rotor_profiling.backends import prediction
-from rotor_profiling.followed_storages import LiveBytes
+from rotor_profiling.followed_storages import LiveBytes, Touched
 from rotor_profiling.isolate import RandomState, accelerators, set_meanwhile, undoing
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
-from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset_fake_temporarily
+from rotor_profiling.torch_compat import tree_map_only, unset_fake_temporarily
 from rotor_profiling.value_tree import tree_flatten
 from rotor_solver.described_error import DescribedError
 
@@ -71,7 +71,10 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
     kind = "cuda" if "cuda" in devices else "cpu"
     if (predicted := prediction()) is not None:
         kind = predicted.kind
-    with _without_gradients(groups), undoing() as undo:
+    # Remove gradients, so that a copy that still refers to the real parameters steps none. If Ctrl-C interrupts a
+    # context, the first one undoes the rest.
+    without = [(parameter, {"grad": None}) for group in groups for parameter in group["params"]]
+    with undoing(), set_meanwhile(*without), undoing() as undo:
         present = accelerators(each.device for group in groups for each in group["params"] if has_values(each))
         undo.append(RandomState.now(present).restore)
         undo += [partial(random.setstate, random.getstate()), partial(np.random.set_state, np.random.get_state())]
@@ -101,14 +104,6 @@ def _idle_state(optimizer: torch.optim.Optimizer, kinds: set[str]) -> list[torch
     return list({id(each): each for each in idle if each.device.type in kinds}.values())
 
 
-@contextmanager
-def _without_gradients(groups: Groups) -> Iterator[None]:
-    """Remove gradients inside this context, so that a copy that still refers to the real parameters steps none."""
-    without = [(parameter, {"grad": None}) for group in groups for parameter in group["params"]]
-    with undoing(), set_meanwhile(*without):  # if Ctrl-C interrupts the inner context, the outer one undoes the rest
-        yield
-
-
 def _fused_step(optimizer: torch.optim.Optimizer, groups: Groups) -> int:
     # A `fused` CPU step copies non-contiguous parameters (`channels_last`) one by one, so measure the largest of them.
     most = 0
@@ -131,22 +126,16 @@ def _on_meta(optimizer: torch.optim.Optimizer, groups: Groups, kind: str) -> tup
         _step(twin)
         live.reset()
         _step(twin)
-    return _state_bytes(twin, kinds, kind) + _counters_on_device(optimizer, twin, kind), live.peak + _SCALARS
-
-
-def _counters_on_device(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, kind: str) -> int:
-    """Return the bytes of step counters that a `fused` or `capturable` optimizer has on CUDA, but `twin` on the CPU."""
-    if kind != "cuda":
-        return 0
+    # Step counters that a `fused` or `capturable` optimizer has on CUDA, but `twin` on the CPU.
     counters = [
         tensor
-        for group, stand_ins in zip(optimizer.param_groups, twin.param_groups, strict=True)
-        if group.get("fused") or group.get("capturable")
+        for group, stand_ins in zip(groups, twin.param_groups, strict=True)
+        if kind == "cuda" and (group.get("fused") or group.get("capturable"))
         for stand_in in stand_ins["params"]
         for tensor in tensors_in(list(twin.state[stand_in].values()))
         if tensor.device.type == "cpu"
     ]
-    return bytes_like(counters, kind)
+    return _state_bytes(twin, kinds, kind) + bytes_like(counters, kind), live.peak + _SCALARS
 
 
 def _on_zeros(optimizer: torch.optim.Optimizer, groups: Groups, kind: str, *, sparse: bool) -> tuple[int, int]:
@@ -181,31 +170,15 @@ def _step(twin: torch.optim.Optimizer) -> None:
     step = plain_step(type(twin))
     closure = inspect.signature(step).parameters.get("closure")
     parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
-    with _Touched(parameters) as touched:
+    with Touched(parameters) as touched:
         if closure is None or closure.default is not closure.empty:
             step(twin)
         elif isinstance(twin, torch.optim.LBFGS):  # with zero gradients, its step would end at once, without a state
             raise NotImplementedError("the history of LBFGS grows with the steps of each search")
         else:
             step(twin, lambda: 0.0)
-    if parameters and not touched.any:
+    if parameters and not touched.found:
         raise NotImplementedError("a copy of the optimizer steps no parameter")
-
-
-class _Touched(TorchDispatchMode):
-    """Dispatch mode that sets `any` if an operator gets an argument that shares memory with one of `parameters`."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self._addresses = {each.untyped_storage()._cdata for each in parameters}
-        self.any = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        taken = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs)) if each.layout == torch.strided}
-        self.any = self.any or not taken.isdisjoint(self._addresses)
-        return func(*args, **(kwargs or {}))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | None = None) -> int:

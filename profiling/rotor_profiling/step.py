@@ -87,8 +87,16 @@ def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> St
     """
     if device.type == "cuda":
         return CudaWatch(device, limit_bytes)
-    if device.type != "cpu" or not _can_listen():
+    if device.type != "cpu" or several_processes():  # Rule 5
         return None
+    # Private functions of torch. If a release lacks one, no watch starts.
+    functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")
+    if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
+        return None
+    # Inside a backward, a recomputation may run a forward, but a watch could not stop there (Rule 3).
+    if torch_compat.profiler_enabled() or _in_engine():
+        return None
+    _have_profilers_announced()
     return CpuWatch(present_bytes)
 
 
@@ -117,7 +125,12 @@ class CpuWatch:
             return None
         if _in_engine():
             self._complete = False
-            _when_pass_is_freed(self.stop)
+
+            def callback() -> None:
+                """Do nothing: only the backward pass refers to this function, which is finalized when that is freed."""
+
+            weakref.finalize(callback, self.stop).atexit = False
+            torch_compat.queue_callback(callback)
             return None
         self._listens, _in_thread.watch = False, None
         phases = split(_events(torch_compat.disable_profiler_legacy()), self._present_bytes)
@@ -148,20 +161,6 @@ def give_way() -> None:
         watch.give_way()
 
 
-def _can_listen() -> bool:
-    if several_processes():  # Rule 5
-        return False
-    # Private functions of torch. If a release lacks one, no watch starts.
-    functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")
-    if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
-        return False
-    # Inside a backward, a recomputation may run a forward, but a watch could not stop there (Rule 3).
-    if torch_compat.profiler_enabled() or _in_engine():
-        return False
-    _have_profilers_announced()
-    return True
-
-
 @functools.cache
 def _have_profilers_announced() -> None:
     """Patch torch so that the thread's watch stops before a profiler starts (Rule 2), and in forked processes."""
@@ -181,16 +180,6 @@ def _have_profilers_announced() -> None:
 
 def _in_engine() -> bool:
     return torch_compat.current_graph_task_id() != -1
-
-
-def _when_pass_is_freed(do: Callable[[], object]) -> None:
-    """Call `do` when the engine has released the current backward pass and returns to its caller."""
-
-    def callback() -> None:
-        """Do nothing: only the pass refers to this function, so its finalizer runs when the pass is freed."""
-
-    weakref.finalize(callback, do).atexit = False
-    torch_compat.queue_callback(callback)
 
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:

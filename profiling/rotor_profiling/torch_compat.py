@@ -189,24 +189,16 @@ def settings_now() -> tuple[Any, ...]:
         return tuple([each.get() for each in SETTINGS])
 
 
-def _kernel_settings() -> list[KernelSetting]:
-    found = [
-        KernelSetting(torch.get_default_dtype, torch.set_default_dtype),
-        KernelSetting(torch.get_num_threads, torch.set_num_threads),
-        KernelSetting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        *(
-            KernelSetting(*(getattr(torch._C, each) for each in pair))
-            for pair in _C_SETTINGS
-            if hasattr(torch._C, pair[0])
-        ),
-    ]
-    if hasattr(torch._C, "_get_fp32_precision_getter"):  # last: setting one of the older settings changes these
-        get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-        found += [KernelSetting(partial(get, *each), partial(put, *each)) for each in _FP32]
-    return found
-
-
-SETTINGS = _kernel_settings()  # by which operators choose kernels and precision, as far as this torch release has them
+# Settings by which operators choose kernels and precision, as far as this torch release has them.
+SETTINGS = [
+    KernelSetting(torch.get_default_dtype, torch.set_default_dtype),
+    KernelSetting(torch.get_num_threads, torch.set_num_threads),
+    KernelSetting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(KernelSetting(*(getattr(torch._C, each) for each in pair)) for pair in _C_SETTINGS if hasattr(torch._C, pair[0])),
+]
+if hasattr(torch._C, "_get_fp32_precision_getter"):  # last: setting one of the older settings changes these
+    _get, _put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    SETTINGS += [KernelSetting(partial(_get, *each), partial(_put, *each)) for each in _FP32]
 
 
 # Checks for classes of modules that take long to import. A module that is not imported yet has no instances.

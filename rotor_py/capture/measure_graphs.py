@@ -174,7 +174,14 @@ def measure_graphs(
             found.output = as_left(model, output)  # cast as FSDP's hook on the model does, which has not been called
             found.outputs_held = options.outputs_held or not has_loss(found.output)
         except RuntimeError as error:
-            _refuse_backward_inside(type(model).__name__, error)
+            stack = traceback.extract_tb(error.__traceback__)
+            theirs = [frame for frame in stack if is_users(frame.filename)]
+            if stack[-1].filename == torch.autograd.graph.__file__ and theirs:  # the forward has called `autograd.grad`
+                line = f"{theirs[-1].filename}:{theirs[-1].lineno}"
+                text = f"use torch.func.grad at {line}, or plan other parts of {type(model).__name__}, as in model.body"
+                text += " = Checkpointable(model.body, ...): there the forward computes gradients, and a plan cannot "
+                text += "run a backward in a forward"
+                raise UnsupportedModelError(text, kind="backward_in_forward", name=line) from error
             raise
         found.outside_bytes = sum(outside.bytes.values())
         found.outside_scratch = 4 * max(outside.bytes.values(), default=0)
@@ -213,17 +220,6 @@ def measure_graphs(
             for variant in found.variants:
                 found.settle(variant)
     return found
-
-
-def _refuse_backward_inside(name: str, error: RuntimeError) -> None:
-    """Raise UnsupportedModelError if the model's forward has called `autograd.grad`, and this has raised `error`."""
-    stack = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in stack if is_users(frame.filename)]
-    if stack[-1].filename == torch.autograd.graph.__file__ and theirs:
-        line = f"{theirs[-1].filename}:{theirs[-1].lineno}"
-        text = f"use torch.func.grad at {line}, or plan other parts of {name}, as in model.body = Checkpointable("
-        text += "model.body, ...): there the forward computes gradients, and a plan cannot run a backward in a forward"
-        raise UnsupportedModelError(text, kind="backward_in_forward", name=line) from error
 
 
 def _later_graph_bytes(

@@ -103,7 +103,14 @@ class Tracing:
             if get_ident() == thread:
                 began()
 
-        self._find_changed_numbers()
+        now = {
+            (path, name): value
+            for path, module in self._model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (int, float)
+        }
+        self._open |= {key[1] for key, value in now.items() if self._seen.get(key, value) != value}
+        self._seen = now
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS, **({"specialize_float": False} if self._open else {})}
         fixed: Settings = [(torch_compat.dynamo_config, dynamo), (shape_config, _SHAPES), (builder, _NO_STREAMS)]
         # Do not use torch's `config.patch`, which is slower and leaks context variables.
@@ -117,16 +124,6 @@ class Tracing:
                     if reason.user_stack:
                         frame = reason.user_stack[-1]
                         broke(f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})")
-
-    def _find_changed_numbers(self) -> None:
-        now = {
-            (path, name): value
-            for path, module in self._model.named_modules()
-            for name, value in vars(module).items()
-            if type(value) in (int, float)
-        }
-        self._open |= {key[1] for key, value in now.items() if self._seen.get(key, value) != value}
-        self._seen = now
 
     def _numbers_open(self) -> Settings:
         """Return settings with which TorchDynamo makes an int or float attribute symbolic if its name is in `_open`."""

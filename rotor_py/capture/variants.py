@@ -99,17 +99,6 @@ class MeasuredGraphs:
             return self.graphs[0]
         return max(self.graphs, key=lambda each: each.saved_bytes)
 
-    @property
-    def shared_gradient_bytes(self) -> int:
-        """Bytes of gradients of parameters that several graphs use, and that an optimizer updates in the backward."""
-        uses: Counter[torch.Tensor] = Counter()
-        stepped: set[torch.Tensor] = set()
-        for graph in self.graphs:
-            trained = {each for _, stage in graph.cut.stages for each in trained_parameters(stage)}
-            uses.update(trained)
-            stepped.update(graph.stages.stepped.among(trained))
-        return bytes_like(each for each in stepped if uses[each] > 1)
-
 
 # Only the main graph is planned. All that runs between its forward and its backward counts as part of the loss: later
 # graphs, and the code between graphs. So does the memory that earlier graphs save for their backward.
@@ -126,7 +115,14 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     output_bytes = main.stages[-1].activation_bytes
     kept += output_bytes if after and _FRAMES_HOLD else 0
     # The backwards of graphs run one after another. In between, gradients to which several of them add stay in memory.
-    kept += found.shared_gradient_bytes + found.passed_on_bytes
+    # So do those of parameters that several graphs use, and that an optimizer updates in the backward.
+    uses: Counter[torch.Tensor] = Counter()
+    stepped: set[torch.Tensor] = set()
+    for graph in found.graphs:
+        trained = {each for _, stage in graph.cut.stages for each in trained_parameters(stage)}
+        uses.update(trained)
+        stepped.update(graph.stages.stepped.among(trained))
+    kept += bytes_like(each for each in stepped if uses[each] > 1) + found.passed_on_bytes
     kept += sum(_stored(other)[1] for other in before)
     returned = storages(tensors_in(found.output))
     given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)

@@ -67,7 +67,12 @@ class Stages:
         self.inputs = [*([value for value in values if value not in self.shared] for values in live), []]
         own = self.values.keys() - self.shared
         self.inside = [[node for node in members if node in own] for members in self.members]
-        self._levels = self._cuts_by_level()
+        owned = [value for values in self.inside for value in values]
+        targets = self.read_backward - self.shared
+        found = {frozenset(self._cut(owned, targets, again)): again for again in self._allowed()}
+        # Pairs for the levels above 0: values that may be recomputed, and values to keep, the most bytes first.
+        self._levels = [(again, kept) for kept, again in found.items()]
+        self._levels.sort(key=lambda pair: -self.bytes_of(pair[1]))
         # For each level of recomputation, the values that stages keep; at level 0, all that the backward reads.
         self.parts: list[Set[fx.Node]] = [
             kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._levels))
@@ -111,13 +116,6 @@ class Stages:
                 if self.bytes_of(option) < self.bytes_of(targets):
                     found.setdefault(option, level)
         return [(level, kept) for kept, level in found.items()]
-
-    def _cuts_by_level(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
-        """Pairs for the levels above 0: values that may be recomputed, and values to keep, the most bytes first."""
-        inside = [value for values in self.inside for value in values]
-        targets = self.read_backward - self.shared
-        found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed()}
-        return sorted(((again, kept) for kept, again in found.items()), key=lambda pair: -self.bytes_of(pair[1]))
 
     def _allowed(self) -> list[Set[fx.Node]]:
         """Return the sets of values that levels of recomputation may recompute, one set for each level."""

@@ -43,7 +43,7 @@ class GraphWatch:
         # The step's peak in bytes; None until the step ends, or if it could not be measured.
         self.peak: int | None = None
         self._held_bytes = held_bytes
-        self._watch = watch
+        self.watch = watch
         self._gradients: list[torch.Tensor] = []
         # A set that lives as long as the step: until the backward begins, hooks hold it, and then autograd's engine.
         self._token: weakref.ref[set[Any]] | None = None
@@ -55,9 +55,9 @@ class GraphWatch:
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
         trained = [tensor for tensor in outputs if tensor.requires_grad]
         if not trained:
-            self._watch.stop()
+            self.watch.stop()
             return
-        self._watch.mark("between")
+        self.watch.mark("between")
         token = set[Any]()
         # The step ends when nothing holds the token any more: after the backward, or once the caller drops the outputs.
         weakref.finalize(token, self._over).atexit = False
@@ -66,19 +66,16 @@ class GraphWatch:
         for tensor in trained:
             tensor.register_hook(partial(self._gradient_arrived, owned))
 
-    def give_up(self) -> None:
-        self._watch.stop()
-
     def _gradient_arrived(self, owned: list[set[Any]], gradient: torch.Tensor) -> None:
         self._gradients.append(gradient)
         if owned:
             # The watch cannot be stopped inside a backward. This callback has the token as its argument, and autograd
             # frees both when the backward ends: then `_over` stops the watch.
             torch_compat.queue_callback(partial(id, owned.pop()))
-            self._watch.mark("backward")
+            self.watch.mark("backward")
 
     def _over(self) -> None:
-        phases, gradients = self._watch.stop(), storage_bytes(self._gradients)
+        phases, gradients = self.watch.stop(), storage_bytes(self._gradients)
         self._gradients.clear()
         if phases is None or "backward" not in phases:
             return
@@ -138,7 +135,7 @@ class WatchedGraph:
         if self._compile is None or not torch.is_grad_enabled():
             return self._call(*arguments)
         if self._watch is not None and self._watch.in_flight:
-            self._watch.give_up()  # the last forward's backward has not run yet, so the peak would be that of two steps
+            self._watch.watch.stop()  # its backward has not run yet, so the peak would be that of two steps
             return self._call(*arguments)
         step = watch_step(main_device(tensors_in(arguments)), 0, 0)
         if step is None:
@@ -147,7 +144,7 @@ class WatchedGraph:
         try:
             made = self._call(*arguments)
         except BaseException:
-            self._watch.give_up()
+            self._watch.watch.stop()
             raise
         self._watch.forward_returned(tensors_in(made))
         return made

@@ -234,7 +234,7 @@ class MeasurementCache:
             if not file.is_file():  # there is none, or a named pipe, from which a read would not return
                 return None
             data = json.loads(file.read_text(encoding="utf-8"))
-            return _read(data) if data.pop("digest") == _digest_of_data(data) else None
+            return _read(data) if data.pop("digest") == digest_of_data(data) else None
         except (UnstableKeyError, OSError, AttributeError, KeyError, TypeError, ValueError):  # the file was edited
             return None
 
@@ -245,7 +245,7 @@ class MeasurementCache:
             file = self._file(kind)
             # Write a temporary file and rename it, so that other processes read a complete file or none.
             with NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="utf-8") as made:
-                json.dump({**data, "digest": _digest_of_data(json.loads(json.dumps(data)))}, made)
+                json.dump({**data, "digest": digest_of_data(json.loads(json.dumps(data)))}, made)
             os.replace(made.name, file)
         except (UnstableKeyError, OSError) as error:
             _log.debug("a measurement is not cached: %s", error, extra=record_fields("not_cached"))
@@ -254,7 +254,7 @@ class MeasurementCache:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
 
 
-def _digest_of_data(data: dict[str, Any]) -> str:
+def digest_of_data(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from rotor_profiling import Layouts, isolated, leaves_of, stage_layouts, stage_signature, tensors_in
+from rotor_profiling.followed_storages import Touched
+from rotor_profiling.stage.gradients import leaves_behind
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import local, storages
 from rotor_profiling.timing import several_processes
-from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
 from rotor_py.errors import UnsupportedModelError
@@ -25,7 +26,7 @@ from rotor_py.measure.fixed_memory import SteppedParameters
 from rotor_py.stage.error_context import During
 from rotor_py.stage.forward_state import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import Keeper, StageOffers, Trial, offers_of
-from rotor_py.stage.runner import StageRunner, edges_and_owners, leaves_behind
+from rotor_py.stage.runner import StageRunner, edges_and_owners
 from rotor_solver.watching import Progress
 
 
@@ -257,26 +258,10 @@ class DiscoveryPass:
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         name, function = self._stages[number]
-        with _ForeignParameters(function, value, self._stepped.parameters) as reads:
+        own = storages([*function.parameters(), *tensors_in(value)])
+        with Touched(each for each in self._stepped.parameters if own.keys().isdisjoint(storages([each]))) as reads:
             self._chain.run(self._chain.runner(number), value)
         if reads.found:
             stage = f"stage {name!r}, which reads it, or leave step_in_backward out"
             text = f"make the owner of a parameter of shape {tuple(reads.found[0].shape)} a submodule of {stage}"
             raise UnsupportedModelError(text, kind="foreign_parameter", name=name)
-
-
-class _ForeignParameters(TorchDispatchMode):
-    """Collect in `found` each of `parameters` that operators read, and that is neither in `function` nor in `value`."""
-
-    def __init__(self, function: nn.Module, value: Any, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        own = storages([*function.parameters(), *tensors_in(value)])
-        self._others = {address: each for each in parameters for address in storages([each]) if address not in own}
-        self.found: list[torch.Tensor] = []
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        read = storages(tensors_in((args, kwargs)))
-        self.found += [self._others[address] for address in read if address in self._others]
-        return operator(*args, **(kwargs or {}))

@@ -54,27 +54,22 @@ def pipeline_costs(
     rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)
     fixed[0] += sum(size for address, size in rest.items() if address not in known) + microbatches * batch_bytes
     fixed[-1] += measurement.loss.kept_bytes * microbatches + measurement.returned_bytes
+    # Ranks of a pipeline share no parameters, so no backward sums the gradients of a shared one.
+    chain = replace(measurement, summed_gradients=()).chain(fresh_gradients=False)
+    if (prefix := measurement.prefix) is not None:
+        first, options = chain.stages[0], []
+        for each in first.options:
+            time, temp = each.forward_time + prefix.seconds, max(each.forward_temp, prefix.temp_bytes)
+            options.append(replace(each, forward_time=time, forward_temp=temp))
+        time, temp = first.seconds_without_graph + prefix.seconds, max(first.temp_without_graph, prefix.temp_bytes)
+        first = replace(first, options=tuple(options), nograd_time=time, nograd_temp=temp)
+        chain = replace(chain, stages=(first, *chain.stages[1:]))
     carried = [range(each.first, each.last + 1) for each in measurement.carried]
     whole = sum(trained) or 1
     state, step = (optimizer.state_bytes, optimizer.step_bytes) if optimizer else (0, 0)
     return PipelineCosts(
-        _with_prefix(measurement),
+        chain,
         tuple(size + -(-state * own // whole) for size, own in zip(fixed, trained, strict=True)),
         tuple(-(-step * own // whole) for own in trained),
         tuple(point for point in range(1, len(stages)) if not any(point in past for past in carried)),
     )
-
-
-def _with_prefix(measurement: Measurement) -> Chain:
-    # Ranks of a pipeline share no parameters, so no backward sums the gradients of a shared one.
-    chain = replace(measurement, summed_gradients=()).chain(fresh_gradients=False)
-    prefix = measurement.prefix
-    if prefix is None:
-        return chain
-    first, options = chain.stages[0], []
-    for each in first.options:
-        time, temp = each.forward_time + prefix.seconds, max(each.forward_temp, prefix.temp_bytes)
-        options.append(replace(each, forward_time=time, forward_temp=temp))
-    time, temp = first.seconds_without_graph + prefix.seconds, max(first.temp_without_graph, prefix.temp_bytes)
-    first = replace(first, options=tuple(options), nograd_time=time, nograd_temp=temp)
-    return replace(chain, stages=(first, *chain.stages[1:]))

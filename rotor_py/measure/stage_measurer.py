@@ -234,6 +234,9 @@ class StageMeasurer:
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         cut, ways = self._chain.cut, tuple(of_kind[kind][1] for kind in self._kinds)
         stages = tuple(of_kind[kind][0] for kind in self._kinds)
+        # An upper bound. A buffer that a forward changes counts twice: a recomputation writes to a copy of its copy.
+        snapshots = 2 * bytes_like(tensor for _, function in cut.stages for tensor in moving_buffers(function))
+        snapshots += self._decided_bytes + sum(kept_bytes(function) for _, function in cut.stages)
         return Measurement(
             names=tuple(name for name, _ in cut.stages),
             stages=stages,
@@ -245,7 +248,7 @@ class StageMeasurer:
             loss=loss,
             prefix=self._prefix,
             # A recomputation allocates the tensors that the stage's forward leaves in attributes a second time.
-            snapshot_bytes=_snapshot_bytes(cut) + self._decided_bytes + sum(each.left_bytes for each in stages),
+            snapshot_bytes=snapshots + sum(each.left_bytes for each in stages),
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
@@ -429,12 +432,6 @@ def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
                 result[number] = max(result[number], bytes_like([parameter]))  # one parameter after the other
             views[id(parameter)] = id(parameter) not in views and i in stages[number].view_gradients
     return tuple(result) if any(result) else ()
-
-
-def _snapshot_bytes(cut: Cut) -> int:
-    # An upper bound. A buffer that a forward changes counts twice: a recomputation writes to a copy of its copy.
-    tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
-    return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)
 
 
 class MeasuredCut(NamedTuple):

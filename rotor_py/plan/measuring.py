@@ -76,18 +76,6 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
         )  # fmt: skip
 
 
-def _tell_of_unrepeatable(measurement: Measurement) -> None:
-    if not (found := [measurement.names[stage] for stage in measurement.unrepeatable]):
-        return
-    others = f" and {len(found) - 1} others" if len(found) > 1 else ""
-    _log.warning(
-        f"every plan stores stage {found[0]!r}{others}: a second run from the same state gave another result (does it "
-        "read a clock, a counter, or a random generator whose state cannot be restored?), it writes to its parameters, "
-        "or it raises without a graph",
-        extra=record_fields("not_reproducible", name=found[0], stages=len(found)),
-    )
-
-
 @contextmanager
 def _inputs_watched(core: torch.nn.Module, source: Source, value: Any) -> Iterator[None]:
     """On exit, restore small tensors in the model's input; raise UnsupportedModelError if anything stays changed."""
@@ -172,7 +160,14 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         whole = None if settings.inductor is None or settings.by_hand is not None else room
         ways, sample = source.measure(value, device, options, whole)
     plain = ways[-1]
-    _tell_of_unrepeatable(plain.measurement)
+    if found := [plain.measurement.names[stage] for stage in plain.measurement.unrepeatable]:
+        others = f" and {len(found) - 1} others" if len(found) > 1 else ""
+        _log.warning(
+            f"every plan stores stage {found[0]!r}{others}: a second run from the same state gave another result (does "
+            "it read a clock, a counter, or a random generator whose state cannot be restored?), it writes to its "
+            "parameters, or it raises without a graph",
+            extra=record_fields("not_reproducible", name=found[0], stages=len(found)),
+        )
     for name in advanced_generators(core):
         _log.warning(
             "replace the generator in %r by an iterator that can be copied, such as itertools.count: measuring has "

@@ -95,7 +95,6 @@ from rotor_solver import DescribedError, InfeasibleError, Sequence
 
 _log = logging.getLogger("rotor_py")
 
-
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -263,22 +262,20 @@ class Planner:
 
     def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a forward as one value. At the first call, have lazy layers make their parameters."""
-        if self._lazy and _is_lazy(self.model.core):
-            self._make_lazy_parameters(args, kwargs)
+        core = self.model.core
+        if self._lazy and _is_lazy(core):
+            if any(isinstance(module, _DROPOUT) and module.p for module in core.modules()):
+                _log.warning(
+                    f"run {self.model.name} once on a batch before you wrap it: it has lazy layers, whose parameters "
+                    "are made before the first forward, and dropout, so both draw other random numbers than in plain "
+                    "training",
+                    extra=record_fields("lazy_layers", name=self.model.name),
+                )
+            evaluation = [(each, {"training": False}) for each in core.modules()]  # no dropout, no running statistics
+            with set_meanwhile(*evaluation), torch.no_grad():
+                core(*with_own_containers(args), **with_own_containers(kwargs))
         self._lazy = False
         return self.plans.blank.input_of(args, kwargs)
-
-    def _make_lazy_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        core = self.model.core
-        if any(isinstance(module, _DROPOUT) and module.p for module in core.modules()):
-            _log.warning(
-                f"run {self.model.name} once on a batch before you wrap it: it has lazy layers, whose parameters are "
-                "made before the first forward, and dropout, so both draw other random numbers than in plain training",
-                extra=record_fields("lazy_layers", name=self.model.name),
-            )
-        evaluation = [(module, {"training": False}) for module in core.modules()]  # no dropout, no running statistics
-        with set_meanwhile(*evaluation), torch.no_grad():
-            core(*with_own_containers(args), **with_own_containers(kwargs))
 
     @contextmanager
     def _own_errors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

@@ -6,7 +6,6 @@ Loading compiles stages anew. The file's options of Inductor must equal the user
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import reprlib
@@ -22,6 +21,7 @@ from rotor_py.compile.stage_code import WAYS, Config
 from rotor_py.errors import InvalidValueError, PlanMismatchError, kind_of, record_fields, shortened
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.measure.budget import Budget
+from rotor_py.measure.cache import digest_of_data
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Carried, Measurement
 from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_effects
@@ -245,7 +245,7 @@ class Plan:
             "compiled": None if self.compiled is None else asdict(self.compiled),
             "costs": self.costs.as_data(),
         }
-        data["digest"] = _digest(data)
+        data["digest"] = digest_of_data(data)
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -259,7 +259,7 @@ class Plan:
         data = _parsed(file)
         try:
             found = _checked(read_fields(_FIELDS, data))
-            if _digest(data) != data["digest"]:
+            if data.pop("digest") != digest_of_data(data):
                 raise InvalidValueError("it was changed or damaged, since its digest differs", kind="other_digest")
         except (ValueError, RecursionError) as error:
             raise InvalidValueError(
@@ -326,14 +326,13 @@ def _parsed(file: Path) -> dict[str, Any]:
     if len(content) > _LARGEST_FILE:
         raise not_a_plan("too_large", f"since it has more than {_LARGEST_FILE} bytes, and any plan has fewer")
     try:
-        data = json.loads(content.decode("utf-8"))
+        data: dict[str, Any] = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise not_a_plan("not_json", f"or only part of a plan: {error}") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int or schema != SCHEMA:
         raise not_a_plan("other_schema", f"since its schema must be {SCHEMA}, got {reprlib.repr(schema)}")
-    found: dict[str, Any] = data
-    return found
+    return data
 
 
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
@@ -365,8 +364,3 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
         if not (whole and plain and set(compiled.stages) <= set(names)):
             raise _bad_field("compiled", f"compiled does not fit the stages: {reprlib.repr(asdict(compiled))}")
     return {**fields, "sequence": sequence, "costs": costs}
-
-
-def _digest(data: dict[str, Any]) -> str:
-    content = {name: value for name, value in data.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()

@@ -342,9 +342,14 @@ class GraphSource(SequenceExecutor):
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
         """Run the model. PlanMismatchError if its graph is not the planned one; OtherDataError if data cause that."""
         arguments, keywords = value
+
+        def told() -> None:
+            text = "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles shows the "
+            text += "reason"
+            _log.warning(text, describe(spec_of(value)), extra=record_fields("captured_again"))
+
         # Dynamo calls `execute_graph` during the forward.
         by_plan = partial(self.execute_graph, how)
-        told = partial(_tell_of_capture, value)
         return self._session.run(arguments, keywords, by_plan, told, goes_on=how.goes_on)
 
 
@@ -354,11 +359,6 @@ def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, named: list[Layer]
         return found
     assert compiler is not None  # set by `Planner.adopt`
     return plan.compiled.compiled_again(found, compiler, plan.costs.budget.chain, plan.costs.measurement.way_names)
-
-
-def _tell_of_capture(value: Any) -> None:
-    text = "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles shows the reason"
-    _log.warning(text, describe(spec_of(value)), extra=record_fields("captured_again"))
 
 
 Source = LayerSource | GraphSource

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from rotor_profiling import leaves_of
 from rotor_profiling.attributes import leaves_tensors, leaving
 from rotor_profiling.contents import with_own_containers
 from rotor_profiling.isolate import accelerators_of, alias, parameter_slots, substituted
-from rotor_profiling.stage.gradients import enter_graph
+from rotor_profiling.stage.gradients import enter_graph, leaves_behind
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only
@@ -77,21 +77,6 @@ class AttachedStage:
                 shape = f"{tuple(leaf.shape)}, maybe through an attribute of another layer; its gradient would be lost"
                 text = f"stage {self.name!r} must own its parameters: it uses another of shape {shape}"
                 raise InvalidStateError(text, kind="foreign_parameter", name=self.name)
-
-
-def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
-    pending = [edge.node for edge in edges if edge is not None]
-    seen = set()
-    # No recursion, since a graph can be deeper than Python's stack.
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have it
-        if leaf is not None:
-            yield leaf
-        pending.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def _is_left(leaf: torch.Tensor) -> bool:

@@ -140,7 +140,7 @@ def rewritten(file: Path, digest: bool, **changes: Any) -> None:
     data = {**json.loads(file.read_text()), **changes}
     if digest:
         del data["digest"]
-        data["digest"] = cache._digest_of_data(data)
+        data["digest"] = cache.digest_of_data(data)
     file.write_text(json.dumps(data))
 
 

@@ -237,7 +237,7 @@ def test_an_interrupt_at_any_line_of_the_search_for_an_optimizers_memory_leaves_
 
         def trace(frame: Any, event: str, arg: Any) -> Any:
             nonlocal left
-            if frame.f_code.co_name not in ("optimizer_cost", "_without_gradients", "undoing", "_undo"):
+            if frame.f_code.co_name not in ("optimizer_cost", "undoing", "_undo"):
                 return None
             left -= event == "line"
             if left == 0:

@@ -227,3 +227,19 @@ class StageContext:
     arriving: Layouts = ()
     stepped: Stepped = ()
     silent_held: bool = False
+
+
+def leaves_behind(edges: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the leaves that a backward from these gradient edges (None: no gradient) reaches, such as parameters."""
+    pending = [edge.node for edge in edges if edge is not None]
+    seen = set()
+    # No recursion, since a graph can be deeper than Python's stack.
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have it
+        if leaf is not None:
+            yield leaf
+        pending.extend(following for following, _ in node.next_functions if following is not None)
