@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -86,15 +87,9 @@ def structures() -> nn.Sequential:
     return nn.Sequential(Start(5, 10), Twice(5, 5), Twice(5, 5), to_dict, FromDict(5, 5), nn.Dropout(0.1))
 
 
-class Last(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, Any]) -> torch.Tensor:
-        return pair[0]
-
-
 def recurrent() -> nn.Sequential:
-    return nn.Sequential(
-        nn.GRU(4, 6, batch_first=True), Last(), nn.LSTM(6, 3, num_layers=2, dropout=0.4), Last(), nn.Linear(3, 3)
-    )
+    first, second = (Applies(function=itemgetter(0)) for _ in range(2))
+    return nn.Sequential(nn.GRU(4, 6, batch_first=True), first, nn.LSTM(6, 3, 2, dropout=0.4), second, nn.Linear(3, 3))
 
 
 def shared() -> nn.Sequential:
