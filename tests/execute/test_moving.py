@@ -69,20 +69,16 @@ def batch() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def gradients_of(owner: nn.Module, run: Any, backward: Backward = torch.Tensor.backward) -> list[torch.Tensor]:
+def gradients(model: nn.Module, backward: Backward = torch.Tensor.backward, run: Any = None) -> list[torch.Tensor]:
     torch.manual_seed(3)
     value = batch()
-    output = run(value)
+    output = (run or model)(value)
     try:
         backward(square(output))
         outputs = [each.detach() for each in tensors_in(output)]
-        return [*outputs, value.grad, *(p.grad for p in owner.parameters()), torch.get_rng_state()]
+        return [*outputs, value.grad, *(p.grad for p in model.parameters()), torch.get_rng_state()]
     finally:
-        owner.zero_grad()
-
-
-def gradients(model: nn.Module, backward: Backward = torch.Tensor.backward) -> list[torch.Tensor]:
-    return gradients_of(model, model, backward)
+        model.zero_grad()
 
 
 def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
@@ -103,7 +99,7 @@ def test_gradients_are_those_of_plain_training_bit_for_bit(sequence: Sequence, m
     expected = gradients(layers)
     for _ in range(2):
         before = tier.moved_bytes
-        assert same(gradients_of(layers, moving(layers, sequence, moves, tier)), expected)
+        assert same(gradients(layers, run=moving(layers, sequence, moves, tier)), expected)
         assert tier.moved_bytes - before >= moved * 2 * ONE  # the dropout's mask too
         assert bool(tier.moved_bytes - before) == bool(moved)
     assert held(tier) == 0
@@ -137,7 +133,7 @@ class Curious(Block):
 def test_what_somebody_else_holds_stays(tier: FileTier) -> None:
     layers = chain(Curious)
     expected = gradients(layers)
-    assert same(gradients_of(layers, moving(layers, ALL, ONE_AT_A_TIME, tier)), expected)
+    assert same(gradients(layers, run=moving(layers, ALL, ONE_AT_A_TIME, tier)), expected)
     assert tier.moved_bytes == 3 * ONE  # of two activations in a block, one is on the module as well
 
 
