@@ -15,7 +15,7 @@ from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.estimation.device_table import find_device
 from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all
-from tests.checkpointable.steps import Made, Residual
+from tests.checkpointable.steps import Made, Residual, same_gradients
 from tests.fields import raises
 
 
@@ -75,8 +75,7 @@ def test_the_largest_is_what_measuring_every_batch_finds(make, sample_of):
 def assert_plain_gradients(found: Any, plain: nn.Module, batch: torch.Tensor, model: nn.Module) -> None:
     default_loss(found.network(batch)).backward()
     default_loss(plain(batch)).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert same_gradients(model, plain)
 
 
 def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_its_network_trains_inside_the_limit():
@@ -101,9 +100,7 @@ def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_its_netw
     assert_plain_gradients(found, plain, images(found.batch), model)
 
 
-def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
-
+def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path, fast_link):
     def rows(batch: int) -> torch.Tensor:
         return torch.randn(16 * batch, 64)
 

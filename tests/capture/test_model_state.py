@@ -16,6 +16,7 @@ from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.capture import captured_forward, tracing
 from rotor_solver import store_all
 from tests.capture.steps import assert_same_gradients, assert_same_step, planned_and_plain, planned_for
+from tests.capture.test_odd_models import Layers
 from tests.checkpointable.steps import CPU, Made, Stack, Tower, between, said_in, step_peak
 from tests.execute.test_bit_for_bit import WIDTH, Block, Noisy, Scaled
 from tests.fields import logged
@@ -401,15 +402,9 @@ class Repeating(nn.Linear):
         return value + super().forward(value.repeat(1, 8, 1)).tanh().sin().unflatten(1, (8, -1)).mean(1)
 
 
-class Padding(Stack):
+def padding() -> nn.Module:
     """Stages have the same names either way."""
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return super().forward(value)
-
-
-def padding() -> Padding:
-    return Padding(nn.Linear(32, 32), *(Repeating(32, 32) for _ in range(4)))
+    return Layers(nn.Linear(32, 32), *(Repeating(32, 32) for _ in range(4)))
 
 
 def test_a_model_that_does_something_else_for_small_inputs_has_a_plan_for_them_too(captured, caplog) -> None:

@@ -267,19 +267,16 @@ class Drawing(Layers):
         return F.dropout(value, 0.2).sin() * torch.ones(WIDTH).geometric_(0.5) * (1 + drawn)
 
 
-class ReadsByTurns(nn.Module):
+class ReadsByTurns(Layers):
     """Each of the stages reads one weight twice, in one of several ways."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layers, self.how = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)), how
-        self.weight, self.memory = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), nn.GRU(WIDTH, WIDTH)
+        super().__init__(*linears(6))
+        self.weight, self.memory, self.how = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), nn.GRU(WIDTH, WIDTH), how
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = layer(value).tanh()
-            value = value + self.read(value)
-        return value
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.tanh()
+        return value + self.read(value)
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
         match self.how:
@@ -293,17 +290,14 @@ class ReadsByTurns(nn.Module):
                 return self.memory(value.view(8, -1, WIDTH))[0].reshape(value.shape)
 
 
-class TrainedBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        for layer in self.layers:
-            layer.register_buffer("scale", torch.rand(WIDTH, requires_grad=True))
-
+class TrainedBuffer(Made):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = layer(value).tanh() * layer.scale
-        return value
+        return self.layer(value) * self.scale
+
+
+def trained_buffers() -> nn.Module:
+    scales = (nn.Buffer(torch.rand(WIDTH, requires_grad=True)) for _ in range(4))
+    return Layers(*(TrainedBuffer(layer=nn.Linear(WIDTH, WIDTH), scale=scale) for scale in scales))
 
 
 class Skipping(Layers):
@@ -399,7 +393,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
         f"weight that {how} read by turns": (partial(ReadsByTurns, how), (256, WIDTH), 0)
         for how in ("operators", "an operator", "a region", "a recurrent layer")
     },
-    "trained buffers": (TrainedBuffers, (256, WIDTH), 0),
+    "trained buffers": (trained_buffers, (256, WIDTH), 0),
     "skip connection": (lambda: Skipping(*linears(9)), (256, WIDTH), 0.97),
     "view as output": (Viewed, (16, 16, WIDTH), 0.97),
     "view of a carried tensor": (CarriedView, (16, 16, WIDTH), 0),

@@ -32,6 +32,7 @@ from tests.capture.steps import assert_same_step, with_options
 from tests.capture.test_partial_saving import Attention, Gated, NewGelu, captured
 from tests.checkpointable.steps import CPU, Residual, between, planned_at, same_gradients, square
 from tests.execute.sequences import any_sequence, everything_again, persistent_sequence
+from tests.execute.test_autograd import runners_of
 from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.execute.zoo import ZOO
 from tests.fields import Noted, raises
@@ -201,10 +202,6 @@ def test_a_stage_that_writes_to_its_parameters_is_stored_and_measuring_restores_
     for _ in range(3):
         assert_same_step(planned, plain, value)
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def runners_of(model: nn.Sequential) -> list[StageRunner]:
-    return [StageRunner(layer, "layer") for layer in model]
 
 
 @pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])

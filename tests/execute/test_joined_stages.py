@@ -13,6 +13,7 @@ from tests.capture.steps import adamw, compare, planned_and_plain
 from tests.checkpointable.steps import between, planned_at, square
 
 WIDTH = 32
+INPUTS = {"value": torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0))}
 
 
 class Block(nn.Module):
@@ -61,45 +62,41 @@ def all_but_the_last(stages: int) -> Sequence:
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"counting": True}], ids=str)
 def test_they_are_joined_where_the_numbers_stay_those_of_plain_training(options: dict[str, bool]) -> None:
-    inputs = {"value": torch.randn(256, WIDTH)}
-    planned, plain = planned_and_plain(Blocks(**options), inputs, optimizer=adamw(nn.Linear(1, 1)))
+    planned, plain = planned_and_plain(Blocks(**options), INPUTS, optimizer=adamw(nn.Linear(1, 1)))
     planned.sequence = all_but_the_last(len(planned.names))
-    compare(planned, plain, inputs, square)
+    compare(planned, plain, INPUTS, square)
     planned.sequence = all_but_the_last(len(planned.names))
-    assert (nodes_of(planned(**inputs)) == 1) == (not options)
+    assert (nodes_of(planned(**INPUTS)) == 1) == (not options)
 
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_gradients_that_a_node_holds_together_stay_inside_the_limit(fresh: bool) -> None:
-    inputs = {"value": torch.randn(256, WIDTH)}
     model = Blocks(12, 2 * WIDTH)
-    planned = planned_at(0, model, inputs, loss=square, optimizer=adamw(model), fresh_grads=fresh)
+    planned = planned_at(0, model, INPUTS, loss=square, optimizer=adamw(model), fresh_grads=fresh)
     for share in (0.0, 0.1, 0.2):
         limit = between(planned, share)
         planned.compute_sequence(limit)
-        assert compare(planned, copy.deepcopy(planned.model), inputs, square) <= limit
+        assert compare(planned, copy.deepcopy(planned.model), INPUTS, square) <= limit
 
 
 def test_later_plans_store_every_stage_of_a_node_that_could_not_be_recomputed() -> None:
-    inputs = {"value": torch.randn(256, WIDTH)}
-    planned, _ = planned_and_plain(Blocks(), inputs, optimizer=adamw(nn.Linear(1, 1)))
+    planned, _ = planned_and_plain(Blocks(), INPUTS, optimizer=adamw(nn.Linear(1, 1)))
     planned.compute_sequence(between(planned, 0.7))
-    output = planned(**inputs)
+    output = planned(**INPUTS)
     first = next(each.stage for each in planned.sequence if isinstance(each, ForwardCheck))
     with torch.no_grad():
         next(planned.functions[first].parameters()).mul_(2)
     with pytest.raises(StageChangedError):
         output.sum().backward()
-    planned(**inputs).sum().backward()
+    planned(**INPUTS).sum().backward()
     again = planned.sequence[planned.sequence.index(Loss()) + 1 :]
     assert first not in {each.stage for each in again if not isinstance(each, Backward)}
 
 
 def test_a_watcher_sees_every_stage() -> None:
-    inputs = {"value": torch.randn(256, WIDTH)}
-    planned, _ = planned_and_plain(Blocks(), inputs, optimizer=adamw(nn.Linear(1, 1)))
-    planned(**inputs).sum().backward()  # stages are joined
+    planned, _ = planned_and_plain(Blocks(), INPUTS, optimizer=adamw(nn.Linear(1, 1)))
+    planned(**INPUTS).sum().backward()  # stages are joined
     seen = set()
     with watched(lambda doing, name, begins: seen.add(name)):
-        planned(**inputs).sum().backward()
+        planned(**INPUTS).sum().backward()
     assert seen == set(planned.names)

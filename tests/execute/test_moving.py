@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rotor_profiling.step import measured_peak
+from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import Tape
@@ -20,14 +20,17 @@ from rotor_py.offload.file_tier import FileTier
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from rotor_solver.offload import Moves
-from tests.checkpointable.steps import CPU, Residual, planned_at
+from tests.checkpointable.steps import CPU, Residual, planned_at, square, step_peak
 from tests.fields import raises
 from tests.offload.tiers import held
 from tests.training.test_concurrent import in_threads
 
-WIDTH, BATCH, LAYERS = 128, 256, 4
+WIDTH, BATCH = 128, 256
 ONE = 4 * BATCH * 4 * WIDTH
 """Bytes of each of the two activations inside a block, which leave."""
+
+
+Backward = Callable[[torch.Tensor], object]
 
 
 class Block(Residual):
@@ -37,9 +40,9 @@ class Block(Residual):
         super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
 
 
-def blocks(kind: Callable[[], Any] = Block) -> list[Any]:
+def chain(make: Callable[[], nn.Module] = Block) -> nn.Sequential:
     torch.manual_seed(0)
-    return [kind() for _ in range(LAYERS)]
+    return nn.Sequential(*(make() for _ in range(4)))
 
 
 def moves_of(length: int, wait_out: dict[int, list[int]], fetch: dict[int, list[int]]) -> Moves:
@@ -53,7 +56,7 @@ EARLY = moves_of(9, {4: [0, 1], 5: [2]}, {5: [2], 6: [1, 0]})
 MIXED = Sequence.parse("Fe_0, CF_1, Fn_2, Fe_3, L, B_3, CF_1, Fe_2, B_2, Fe_1, B_1, B_0")
 
 
-def moving(layers: list[Any], sequence: Sequence, moves: Moves, tier: FileTier | None) -> Callable[..., torch.Tensor]:
+def moving(layers: Any, sequence: Sequence, moves: Moves, tier: FileTier | None) -> Callable[..., torch.Tensor]:
     def forward(value: torch.Tensor) -> torch.Tensor:
         runners = [StageRunner(layer, f"block {number}") for number, layer in enumerate(layers)]
         instructions = read_sequence(len(layers), Sequence(sequence.operations, moves=moves))
@@ -66,15 +69,16 @@ def batch() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def gradients_of(layers: list[Any], run: Any) -> list[torch.Tensor]:
+def gradients(model: nn.Module, backward: Backward = torch.Tensor.backward, run: Any = None) -> list[torch.Tensor]:
     torch.manual_seed(3)
     value = batch()
-    output = run(value)
-    output.square().mean().backward()
-    found = [output.detach(), value.grad, *(p.grad for layer in layers for p in layer.parameters())]
-    for layer in layers:
-        layer.zero_grad()
-    return [*found, torch.get_rng_state()]
+    output = (run or model)(value)
+    try:
+        backward(square(output))
+        outputs = [each.detach() for each in tensors_in(output)]
+        return [*outputs, value.grad, *(p.grad for p in model.parameters()), torch.get_rng_state()]
+    finally:
+        model.zero_grad()
 
 
 def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
@@ -91,23 +95,22 @@ def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> boo
     ],
 )
 def test_gradients_are_those_of_plain_training_bit_for_bit(sequence: Sequence, moves: Moves, moved: int, tier) -> None:
-    layers = blocks()
-    expected = gradients_of(layers, nn.Sequential(*layers))
+    layers = chain()
+    expected = gradients(layers)
     for _ in range(2):
         before = tier.moved_bytes
-        assert same(gradients_of(layers, moving(layers, sequence, moves, tier)), expected)
+        assert same(gradients(layers, run=moving(layers, sequence, moves, tier)), expected)
         assert tier.moved_bytes - before >= moved * 2 * ONE  # the dropout's mask too
         assert bool(tier.moved_bytes - before) == bool(moved)
     assert held(tier) == 0
 
 
 def test_what_is_away_takes_no_memory_and_second_derivatives_are_those_of_plain_training(tier: FileTier) -> None:
-    layers, value = blocks(), batch()
-    plain = nn.Sequential(*layers)
+    layers, value = chain(), batch()
     one, early = (moving(layers, ALL, moves, tier) for moves in (ONE_AT_A_TIME, EARLY))
     stored, late, least = (
         measured_peak(lambda: run(value).sum().backward(), [value], CPU)  # noqa: B023  # called at once
-        for run in (plain, early, one)
+        for run in (layers, early, one)
     )
     # Three blocks are away when the fourth one is there. If they are waited for late, all are there at the loss.
     assert stored - least >= 3 * 2 * ONE
@@ -118,7 +121,7 @@ def test_what_is_away_takes_no_memory_and_second_derivatives_are_those_of_plain_
         (first,) = torch.autograd.grad(run(value).square().sum(), [value], create_graph=True)
         return torch.autograd.grad(first.square().sum(), [layers[0][0].weight])[0]
 
-    assert torch.equal(second(one), second(plain))
+    assert torch.equal(second(one), second(layers))
 
 
 class Curious(Block):
@@ -128,9 +131,9 @@ class Curious(Block):
 
 
 def test_what_somebody_else_holds_stays(tier: FileTier) -> None:
-    layers = blocks(Curious)
-    expected = gradients_of(layers, nn.Sequential(*layers))
-    assert same(gradients_of(layers, moving(layers, ALL, ONE_AT_A_TIME, tier)), expected)
+    layers = chain(Curious)
+    expected = gradients(layers)
+    assert same(gradients(layers, run=moving(layers, ALL, ONE_AT_A_TIME, tier)), expected)
     assert tier.moved_bytes == 3 * ONE  # of two activations in a block, one is on the module as well
 
 
@@ -158,10 +161,9 @@ def tier_of(model: Checkpointable) -> Any:
 
 def test_a_sequence_that_moves_needs_a_tier() -> None:
     with raises(ValueError, "no_tier", name="offload"):
-        moving(blocks(), ALL, EARLY, None)(batch())
+        moving(chain(), ALL, EARLY, None)(batch())
 
 
-SMALL, ROWS = 64, 256
 SHARE = 0.3
 """Of what storing everything takes above the least, the part that the limit leaves."""
 
@@ -185,7 +187,7 @@ class Stage(nn.Module):
 
     def __init__(self, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(SMALL, 4 * SMALL), nn.Linear(4 * SMALL, SMALL)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.inside = inside
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +207,7 @@ class ViewOfSaved(Stage):
     """Returns a view of what it has saved."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([super().forward(x), x], -1).exp().log()[:, :SMALL]
+        return torch.cat([super().forward(x), x], -1).exp().log()[:, :WIDTH]
 
 
 def views(x: torch.Tensor) -> torch.Tensor:
@@ -213,8 +215,8 @@ def views(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([one * two, three * four, one.sin(), two[:, 1:].cos(), two[:, :1]], -1)
 
 
-def dropping(x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.dropout(x.tanh().exp(), 0.3)
+def dropping() -> nn.Module:
+    return Stage(lambda x: nn.functional.dropout(x.tanh().exp(), 0.3))
 
 
 STAGES: dict[str, Callable[[], nn.Module]] = {
@@ -226,29 +228,6 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def chain(make: Callable[[], nn.Module] = lambda: Stage(dropping)) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(make() for _ in range(4)))
-
-
-def rows() -> torch.Tensor:
-    return torch.randn(ROWS, SMALL, generator=torch.Generator().manual_seed(3))
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    return (output[0] if isinstance(output, tuple) else output).square().mean()  # type: ignore[no-any-return]  # a tensor
-
-
-def gradients(model: nn.Module, backward: Callable[[torch.Tensor], object] = torch.Tensor.backward) -> list[Any]:
-    torch.manual_seed(5)
-    loss = loss_of(model(rows()))
-    try:
-        backward(loss)
-        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-    finally:
-        model.zero_grad()
-
-
 Plan = Callable[[nn.Module], Checkpointable]
 
 
@@ -258,7 +237,7 @@ def planned(tmp_path: Path, fast_link: None) -> Plan:
 
     def plan(model: nn.Module) -> Checkpointable:
         options: dict[str, Any] = {"fresh_grads": True, "watch": False, "cache": False, "offload": f"file:{tmp_path}"}
-        found = planned_at(SHARE, model, rows(), loss=loss_of, mem_limit=10**9, **options)
+        found = planned_at(SHARE, model, batch(), mem_limit=10**9, **options)
         assert found.sequence.moves is not None
         return found
 
@@ -270,8 +249,7 @@ def test_stages_that_save_oddly_are_exact_and_inside_the_limit(kind: str, planne
     model, expected = planned(chain(STAGES[kind])), gradients(chain(STAGES[kind]))
     for _ in range(2):
         assert same(gradients(model), expected)
-    value = rows()
-    peak = measured_peak(lambda: loss_of(model(value)).backward(), [*model.parameters(), value], torch.device("cpu"))
+    peak = step_peak(model, batch())
     assert peak <= model.report().peak_bytes <= int(model.mem_limit)  # type: ignore[arg-type] # it is in bytes
     assert held(tier_of(model)) == 0
 
@@ -282,9 +260,9 @@ def twice(loss: torch.Tensor, retain: bool = True) -> None:
 
 
 def test_odd_backwards_and_hooks_of_the_user_are_exact_and_errors_cost_that_step_only(planned: Plan) -> None:
-    model, expected = planned(chain()), gradients(chain())
+    model, expected = planned(chain(dropping)), gradients(chain(dropping))
     for backward in (twice, lambda loss: in_threads(loss.backward)):
-        assert same(gradients(model, backward), gradients(chain(), backward))
+        assert same(gradients(model, backward), gradients(chain(dropping), backward))
         assert held(tier_of(model)) == 0
     with torch.autograd.graph.save_on_cpu():
         assert same(gradients(model), expected)
@@ -303,17 +281,17 @@ def test_odd_backwards_and_hooks_of_the_user_are_exact_and_errors_cost_that_step
         gc.collect()
         settle(tier_of(model))
     for _ in range(3):
-        model(rows())  # without a backward
+        model(batch())  # without a backward
     settle(tier_of(model))
     assert same(gradients(model), expected)
 
-    plain, before = chain(), tier_of(model).moved_bytes  # without gradients, nothing moves
+    plain, before = chain(dropping), tier_of(model).moved_bytes  # without gradients, nothing moves
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             torch.manual_seed(1)
-            expected = plain(rows())
+            expected = plain(batch())
             torch.manual_seed(1)
-            assert torch.equal(model(rows()), expected)
+            assert torch.equal(model(batch()), expected)
     assert tier_of(model).moved_bytes == before
     model.eval()
     assert same(gradients(model), gradients(plain.eval()))

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -86,15 +88,12 @@ def structures() -> nn.Sequential:
     return nn.Sequential(Start(5, 10), Twice(5, 5), Twice(5, 5), to_dict, FromDict(5, 5), nn.Dropout(0.1))
 
 
-class Last(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, Any]) -> torch.Tensor:
-        return pair[0]
+Last = partial(Applies, function=itemgetter(0))
 
 
 def recurrent() -> nn.Sequential:
-    return nn.Sequential(
-        nn.GRU(4, 6, batch_first=True), Last(), nn.LSTM(6, 3, num_layers=2, dropout=0.4), Last(), nn.Linear(3, 3)
-    )
+    layers = nn.GRU(4, 6, batch_first=True), Last(), nn.LSTM(6, 3, num_layers=2, dropout=0.4), Last()
+    return nn.Sequential(*layers, nn.Linear(3, 3))
 
 
 def shared() -> nn.Sequential:

@@ -314,8 +314,7 @@ def storage_of(nbytes: int) -> torch.UntypedStorage:
 
 
 def is_back(moved: Moved, nbytes: int) -> bool:
-    storages = moved.storage(), storage_of(nbytes)
-    return torch.equal(*(torch.empty(0, dtype=torch.uint8).set_(each) for each in storages))
+    return torch.equal(memory(moved.storage()), memory(storage_of(nbytes)))
 
 
 def gone(tier: FileTier, nbytes: int) -> Moved:

@@ -433,17 +433,10 @@ def test_what_is_for_one_process_is_refused_once_there_are_several(option: str, 
     planned(BATCH)
 
 
-WIDTH = 64
-
-
-def repeated() -> tuple[nn.Module, torch.Tensor]:
-    blocks = [Residual(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(3)]
-    return nn.Sequential(*blocks * 3), torch.randn(256, WIDTH)
-
-
 def test_sums_of_the_gradients_of_repeated_layers_are_inside_the_limit_and_count_once_for_all_in_flight() -> None:
-    model, batch = repeated()
-    planned = Checkpointable(model, batch, loss=square, watch=False)
+    blocks = [Residual(nn.Linear(64, 192), nn.Tanh(), nn.Linear(192, 64)) for _ in range(3)]
+    batch = torch.randn(256, 64)
+    planned = Checkpointable(nn.Sequential(*blocks * 3), batch, loss=square, watch=False)
     for share in (0.0, 1.0):
         sequence = planned.compute_sequence(between(planned, share))
         step_peak(planned, batch)
@@ -452,5 +445,5 @@ def test_sums_of_the_gradients_of_repeated_layers_are_inside_the_limit_and_count
         assert 0.95 * planned.budget.peak_bytes(sequence) <= measured <= planned.budget.peak_bytes(sequence)
         planned.zero_grad()
     assert any(stage.gradient for stage in planned.chain)
-    together = Checkpointable(repeated()[0], batch, loss=square, forwards_in_flight=2)
+    together = Checkpointable(nn.Sequential(*blocks * 3), batch, loss=square, forwards_in_flight=2)
     assert not any(stage.gradient for stage in together.chain)

@@ -14,7 +14,7 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan import oom_replanning
 from rotor_py.stage.error_context import asked_bytes, is_out_of_memory
-from tests.checkpointable.steps import Made, Residual, between, blocks, images, planned_at, square, step_peak
+from tests.checkpointable.steps import Applies, Made, Residual, between, blocks, images, planned_at, square, step_peak
 from tests.execute import starved
 from tests.execute.starved import AtOperators, Capacity, Gated, notes, out_of_memory, planned, state, step
 from tests.fields import Noted, logged
@@ -63,13 +63,8 @@ def raises_noted(why: str) -> Iterator[None]:
 
 def pinched() -> nn.Sequential:
     """In plain training the gradient of the second layer's output is gone when the largest ones inside are made."""
-    pinch = Whole(nn.Linear(4, 256), nn.GELU(), nn.Linear(256, 4), nn.Linear(4, 256))
-    return nn.Sequential(nn.Linear(12, 4), pinch, nn.Linear(256, 1))
-
-
-class Whole(nn.Sequential):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return super().forward(value)
+    pinch = nn.Sequential(nn.Linear(4, 256), nn.GELU(), nn.Linear(256, 4), nn.Linear(4, 256))
+    return nn.Sequential(nn.Linear(12, 4), Applies(function=pinch), nn.Linear(256, 1))
 
 
 @pytest.mark.parametrize(("kind", "share"), [(blocks, 0.0), (pinched, 0.0), (pinched, 1.0), (Gated, 0.0)])

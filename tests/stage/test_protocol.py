@@ -237,11 +237,9 @@ def _read(saved: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def _two_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _two_keepers(monkeypatch: pytest.MonkeyPatch, any_clock: None) -> None:
     keepers = Written("half written", most=False), Written("written", most=True)
     monkeypatch.setattr(Settings, "_keepers", lambda self: keepers)
-    # Whether one of them is beaten depends on a clock.
-    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
 
 
 def in_turn(planned: Checkpointable) -> Sequence:

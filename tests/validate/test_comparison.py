@@ -127,17 +127,12 @@ def test_what_moves_is_compared_as_well(tmp_path: Path) -> None:
     assert "optimal, elsewhere" in {row.strategy for row in compare(network)}
 
 
-BATCH = torch.randn(64, 16)
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)))
+BATCH = torch.randn(64, 64)
 
 
 def test_every_point_of_the_curve_is_a_plan_for_its_limit_and_none_fits_below_the_least() -> None:
-    model = Checkpointable(layers(), BATCH, loss=torch.sum)
-    found, least = sweep(model), least_limit(layers(), BATCH, loss=torch.sum)
+    model = Checkpointable(blocks(6), BATCH, loss=torch.sum)
+    found, least = sweep(model), least_limit(blocks(6), BATCH, loss=torch.sum)
     assert isinstance(found, Sweep)
     assert found.strategies
     assert least == found.points[0].mem_limit <= found.points[-1].mem_limit == found.store_all_bytes
@@ -175,7 +170,7 @@ def test_limits_of_plans_that_move_are_lower_and_each_is_that_of_a_plan(tmp_path
 def test_all_questions_take_a_model_and_a_sample_or_what_has_been_measured() -> None:
     for ask in (sweep, least_limit, compare, verify):
         assert [*inspect.signature(ask).parameters][:2] == ["model", "sample"]
-    model, options = layers(), {"mem_limit": "1GB", "loss": torch.sum, "fresh_grads": True}
+    model, options = blocks(6), {"mem_limit": "1GB", "loss": torch.sum, "fresh_grads": True}
     before = copy.deepcopy(model.state_dict())
     planned = Checkpointable(copy.deepcopy(model), BATCH, **options)
     assert least_limit(model, BATCH, **options) == least_limit(planned)

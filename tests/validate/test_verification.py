@@ -14,7 +14,7 @@ from rotor_py.validate.steps import TimedOperation, measured_operations
 from rotor_py.validate.verification import Rounded, Verification, default_loss
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, moments
 from tests.capture.steps import with_options
-from tests.checkpointable.steps import Applies, Made, Tower, planned_at, square
+from tests.checkpointable.steps import Applies, Made, Residual, Tower, planned_at, square
 from tests.fields import raises
 
 
@@ -104,19 +104,12 @@ def test_other_strategies_are_verified_and_the_plan_and_an_input_with_a_gradient
     assert [each.measured_peak_bytes for each in found] == pytest.approx(peaks, rel=0.01)
 
 
-class Normed(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.BatchNorm1d(64), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(x).sin()
-
-
 @pytest.mark.usefixtures("any_clock")
 def test_differences_of_gradients_are_told_and_no_problem_unless_beyond_rounding() -> None:
     torch.manual_seed(0)
     batch = torch.randn(64, 64)
-    network = Checkpointable(nn.Sequential(Normed(), Normed()), batch, mem_limit="1GB", keep="bf16")
+    layers = [Residual(nn.BatchNorm1d(64), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(2)]
+    network = Checkpointable(nn.Sequential(*layers), batch, mem_limit="1GB", keep="bf16")
     (exact,) = verify(network, batch)
     assert (exact.rounded, exact.max_grad_difference) == (None, 0)
     network.sequence = with_options(network.sequence, lambda _: 1)
