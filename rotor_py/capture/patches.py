@@ -113,14 +113,16 @@ def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphM
     """Return the graph without checks of questions about the batch: a copy if it has any, since models share graphs."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    asked = []
-    for node in filter(is_question, graph.nodes):
-        # Give up a condition on values in the graph's inputs, which differ between processes.
-        read = reached([node], lambda each: filter(tensors_of, each.all_input_nodes))  # without tensors: a size
-        if any(each.op == "placeholder" for each in read):
-            give_up(node)
-            asked.append(node)
+    asked = [node for node in graph.nodes if is_question(node) and _is_about_the_batch(node)]
+    for node in asked:
+        give_up(node)
     return fx.GraphModule(graph_module, graph, type(graph_module).__name__) if asked else graph_module
+
+
+def _is_about_the_batch(node: fx.Node) -> bool:
+    """Whether a question's condition depends on values in the graph's inputs. These differ between processes."""
+    read = reached([node], lambda each: filter(tensors_of, each.all_input_nodes))  # a node without tensors is a size
+    return any(each.op == "placeholder" for each in read)
 
 
 # With `momentum=None`, BatchNorm averages over all batches, and converts the number of batches to a Python float, which
