@@ -69,9 +69,11 @@ class Settings:
             refuse_optimizer(self.step_in_backward)
             self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)
-        if self.by_hand is None:  # a strategy by hand uses none
-            fewer = () if self.keep is None else (FEWER_BITS[self.keep],)
-            self.keepers = (Packed(), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
+        self.keepers = () if self.by_hand is not None else self._keepers()  # a strategy by hand uses none
+
+    def _keepers(self) -> tuple[Keeper, ...]:
+        fewer = () if self.keep is None else (FEWER_BITS[self.keep],)
+        return (Packed(), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:
