@@ -106,6 +106,10 @@ def test_a_loss_outside_is_planned_for_after_the_first_step(kind: str, step, cap
             step(told)
             assert before.chain == told.budget.chain
             assert said_in(caplog) == [said]
+        step(
+            Checkpointable(chain(), WORDS, limit, fresh_grads=True, loss=torch.Tensor.sum)
+        )  # another loss than the step's
+        assert f"give instead loss_tmp_memory_usage={temp}" in said_in(caplog)[1]
         twin = copy.deepcopy(planned)  # it is watched by itself
         step(twin)
         assert peak_of(twin) <= limit

@@ -311,10 +311,11 @@ def account_for(
     if peak <= limit:
         return
     if temp + kept > planned.temp_bytes + planned.kept_bytes:
+        how = "pass it as loss=, or" if model.settings.loss is None else "run all of it in loss=, or give instead"
         of_loss = (
             f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, and the plan has "
-            f"{format_bytes(planned.temp_bytes)}: pass it as loss=, or loss_tmp_memory_usage={temp}, so that it "
-            "counts from the start."
+            f"{format_bytes(planned.temp_bytes)}: {how} loss_tmp_memory_usage={temp}, so that it counts from the "
+            "start."
         )
     if other:
         rest = f", or write mem_limit={limit - other}" if budget.least_bytes() <= limit else ""
