@@ -259,7 +259,7 @@ class Tape:
         """Run the operations before the loss on the chain's input `value`; return its output, in the caller's graph."""
         held = self.passes.left
         assert held is not None
-        # Stages keep aliases of the chain's inputs: what is written to `data` of a trained one shows in that alone.
+        # Stages keep aliases of the chain's inputs. If the user replaces `data` of a trained input, these do not show it.
         trained = [tensor for tensor in tensors_in(value) if tensor.is_leaf and tensor.requires_grad]
         self._shared = [*tensors_in(self.context), *trained]
         try:

@@ -336,7 +336,7 @@ class StageMeasurer:
     def _find(
         self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]
     ) -> tuple[StageFindings, Any]:
-        """Return what is known about a stage and, if it was measured for this, its output, else None."""
+        """Return the bytes of a stage, and the output of the run that measured them; None if they were known before."""
         _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple(carried.values())
