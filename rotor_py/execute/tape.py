@@ -259,7 +259,7 @@ class Tape:
         """Run the operations before the loss on the chain's input `value`; return its output, in the caller's graph."""
         held = self.passes.left
         assert held is not None
-        # Stages keep aliases of the chain's inputs. If the user replaces `data` of a trained input, these do not show it.
+        # Stages keep aliases of the inputs, which do not show that the user has replaced a trained one's `data`.
         trained = [tensor for tensor in tensors_in(value) if tensor.is_leaf and tensor.requires_grad]
         self._shared = [*tensors_in(self.context), *trained]
         try:

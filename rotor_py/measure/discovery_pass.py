@@ -159,9 +159,9 @@ class DiscoveryPass:
         return anywhere(self.arriving != before, chain.group, chain.device)
 
     def _last_to_run_again(self) -> int | None:
-        """Return the index of the last stage to run again; None if none has to. A stage has to if its output's gradients
-        have other layouts than assumed in its run. Of equal stages, only the first one runs, and the others take its
-        findings; so do those whose layouts an earlier run had.
+        """Return the index of the last stage to run again; None if none has to. A stage has to if the gradients of its
+        output have other layouts than assumed in its run. Of equal stages, only the first one runs, and the others take
+        its findings; so do those whose layouts an earlier run had.
         """
         again: dict[int, Layouts] = {}
         for stage in reversed(range(len(self._stages))):
